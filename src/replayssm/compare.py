@@ -1,0 +1,440 @@
+"""The host's own cache and the replayed cache side by side: one model, the same prompts, the same `generate`.
+
+1. The host decodes greedily; its tokens and its log-probabilities are the reference.
+2. Each replayed cache is fed exactly those tokens, and its log-probabilities are compared at every step (teacher
+   forcing). Tokens chosen freely would part at the first tie and then say nothing.
+3. Both decode freely, taking turns, and are timed: prefill excluded, flushes included. Every row decodes the same
+   number of tokens, past the end of its answer, so that a batch stays a batch.
+
+State traffic is counted, not measured. The host reads every state element once and writes it once per token, in the
+dtype it keeps it in (fp32), and does the same with its convolution window. The replayed cache's figures are its own
+`bytes_per_token()`, flushes amortised. Weights, activations and attention's keys and values are the same for both, and
+in neither figure.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SCHEMA = "replayssm.compare/1"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt and, where it is known, the final answer."""
+
+    prompt: str
+    answer: str | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one cache did on one model. Bytes are per row (request); `None`: does not apply, or is not known."""
+
+    model: str
+    model_type: str
+    cache: str  # "host" or "replay"
+    format: str  # storage of the recurrent state
+    window: int | None
+    dtype: str
+    batch: int
+    problems: int
+    new_tokens: int  # per problem
+    tokens_per_second: float  # all rows of the batch together
+    state_bytes_read_per_token: float
+    state_bytes_written_per_token: float
+    state_memory_bytes: int
+    max_logprob_difference: float | None
+    equal_tokens: int | None  # teacher-forced: steps whose most probable token is the host's
+    compared_tokens: int | None
+    right: int | None  # answers right, decoding freely
+    answers: int | None  # problems whose answer is known
+
+
+@dataclass(frozen=True)
+class Comparison:
+    rows: list[Row]
+    example: tuple[Problem, str] | None  # a problem, and what the last cache of the list wrote for it
+
+
+# --- models and problems ----------------------------------------------------------------------------------------------
+
+
+class Host(NamedTuple):
+    """A model of the host library, with its tokenizer."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    def inputs(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+        encoded = self.tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
+        return dict(encoded.to(self.model.device))
+
+
+def load_model(folder: Path, dtype: torch.dtype) -> Host:
+    """A model and its tokenizer from a local folder; a `ValueError` of one sentence where that cannot be."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder: --model takes a folder with config.json, weights and a tokenizer.")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no config.json: it is not a Transformers model folder.")
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
+        raise ValueError(f"{folder} holds a config.json but no weights (*.safetensors or pytorch_model*.bin).")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever a malformed or unknown config raises
+        raise ValueError(f"{folder}/config.json is no config that Transformers knows: {_first_line(error)}") from error
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
+    except Exception as error:
+        raise ValueError(f"the weights in {folder} could not be loaded: {_first_line(error)}") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, padding_side="left")
+    except Exception as error:
+        raise ValueError(f"{folder} holds no tokenizer that Transformers can load: {_first_line(error)}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Host(folder.resolve().name, model.to(device).eval(), tokenizer)
+
+
+def check_support(host: Host, formats: Sequence[str], window: int) -> None:
+    """`ValueError` where the replayed cache can't serve this model, or lacks a format."""
+    from replayssm.integrations.transformers import disable, enable
+
+    for name in formats:
+        disable(enable(host.model, window=window, format=name))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0].rstrip(".") + "."
+
+
+def end_tokens(model: PreTrainedModel) -> list[int]:
+    """Ids that end an answer."""
+    ids = model.generation_config.eos_token_id
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def final_number(text: str) -> str | None:
+    """The last number of a worked answer, as digits: `costs $1,250.` gives `1250`."""
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    return numbers[-1].replace(",", "").removesuffix(".0") if numbers else None
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+class _Watch:
+    """A logits processor that times every step of `generate`.
+
+    With `record`, keeps log-probabilities; with `force` [B, n], feeds those tokens whatever the model would choose.
+    """
+
+    def __init__(self, record: bool = False, force: torch.Tensor | None = None) -> None:
+        self.times: list[float] = []
+        self.logprobs: list[torch.Tensor] = []  # per step [B, vocabulary]
+        self.record, self.force = record, force
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if scores.is_cuda:
+            torch.cuda.synchronize(scores.device)
+        step = len(self.times)
+        self.times.append(time.perf_counter())
+        if self.record:
+            self.logprobs.append(scores.float().log_softmax(-1).cpu())
+        if self.force is None:
+            return scores
+        return torch.full_like(scores, float("-inf")).scatter_(1, self.force[:, step, None], 0.0)
+
+    @property
+    def decode_seconds(self) -> float:
+        """From the first new token, which prefill gave, to the last."""
+        return self.times[-1] - self.times[0]
+
+
+def _generate(model: PreTrainedModel, inputs: Any, new_tokens: int, watch: _Watch) -> tuple[torch.Tensor, Any]:
+    """New tokens [B, n] and the host's cache object."""
+    from transformers import LogitsProcessorList
+
+    out = model.generate(
+        **inputs,
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        logits_processor=LogitsProcessorList([watch]),
+        return_dict_in_generate=True,
+    )
+    cache = out["past_key_values"] if "past_key_values" in out else out["cache"]
+    return out["sequences"][:, inputs["input_ids"].shape[1] :], cache
+
+
+def _host_state_bytes(cache: Any) -> tuple[int, int]:
+    """Bytes of recurrent state and of convolution windows in the host's cache, all rows."""
+    state = window = 0
+    for layer in cache.layers:
+        for tensor in getattr(layer, "recurrent_states", {}).values():
+            state += 0 if tensor is None else tensor.nbytes
+        for tensor in getattr(layer, "conv_states", {}).values():
+            window += 0 if tensor is None else tensor.nbytes
+    return state, window
+
+
+@dataclass
+class _Tally:
+    """Sums over the batches of one cache."""
+
+    format: str
+    seconds: list[float]
+    read: float = 0.0
+    written: float = 0.0
+    memory: int = 0
+    difference: float = 0.0
+    equal: int = 0
+    compared: int = 0
+    right: int = 0
+
+
+def compare(
+    host: Host,
+    problems: Sequence[Problem],
+    *,
+    formats: Sequence[str] = ("fp32",),
+    window: int = 16,
+    batch: int = 16,
+    new_tokens: int = 128,
+    repeats: int = 2,
+    advance: Callable[[str, int], None] = lambda doing, done: None,
+) -> Comparison:
+    """One row for the host's cache, then one per format.
+
+    `advance` is told what runs next, and how many of all `passes(...)` are done.
+    """
+    from replayssm.integrations.transformers import disable, enable, replay_cache
+
+    model, tokenizer = host.model, host.tokenizer
+    ends = end_tokens(model)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+
+    own = _Tally("fp32", [])
+    replays = [_Tally(name, []) for name in formats]
+    example = None
+    done = 0
+
+    def run(tally: _Tally, doing: str, inputs: dict[str, torch.Tensor], watch: _Watch) -> tuple[torch.Tensor, Any]:
+        nonlocal done
+        advance(f"{'host' if tally is own else tally.format}, {doing}", done)
+        if tally is not own:
+            enable(model, window=window, format=tally.format)
+        try:
+            return _generate(model, inputs, new_tokens, watch)
+        finally:
+            disable(model)
+            done += 1
+
+    for first in range(0, len(problems), batch):
+        some = problems[first : first + batch]
+        inputs = host.inputs([problem.prompt for problem in some])
+
+        reference = _Watch(record=True)
+        tokens, cache = run(own, "reference", inputs, reference)
+        state, conv = _host_state_bytes(cache)
+        own.read = own.written = (state + conv) / len(some)
+        own.memory = (state + conv) // len(some)
+
+        for tally in replays:
+            forced = _Watch(record=True, force=tokens)
+            _, cache = run(tally, "teacher-forced", inputs, forced)
+            replayed = replay_cache(cache)
+            if replayed is None:
+                raise RuntimeError(f"{host.name}: generate ran without a replayed cache although it was enabled")
+            traffic = replayed.bytes_per_token()
+            tally.read, tally.written = traffic.read, traffic.written
+            tally.memory = replayed.nbytes.total // len(replayed.num_committed)
+            for ours, theirs in zip(forced.logprobs[1:], reference.logprobs[1:], strict=True):  # step 0 is prefill
+                tally.difference = max(tally.difference, float((ours - theirs).abs().max()))
+                tally.equal += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+                tally.compared += len(some)
+
+        for repeat in range(repeats):
+            for tally in [own, *replays]:
+                watch = _Watch()
+                chosen, _ = run(tally, "timed", inputs, watch)
+                tally.seconds.append(watch.decode_seconds / (len(some) * (new_tokens - 1)))
+                if repeat == 0:
+                    texts = [_answer_text(tokenizer, row.tolist(), ends) for row in chosen]
+                    tally.right += sum(map(_is_right, some, texts))
+                    example = (some[0], texts[0]) if first == 0 else example
+
+    answers = sum(problem.answer is not None for problem in problems)
+
+    def row(tally: _Tally) -> Row:
+        is_own = tally is own
+        return Row(
+            model=host.name,
+            model_type=model.config.model_type,
+            cache="host" if is_own else "replay",
+            format=tally.format,
+            window=None if is_own else window,
+            dtype=str(model.dtype).removeprefix("torch."),
+            batch=min(batch, len(problems)),
+            problems=len(problems),
+            new_tokens=new_tokens,
+            tokens_per_second=1 / statistics.median(tally.seconds),
+            state_bytes_read_per_token=tally.read,
+            state_bytes_written_per_token=tally.written,
+            state_memory_bytes=tally.memory,
+            max_logprob_difference=None if is_own else tally.difference,
+            equal_tokens=None if is_own else tally.equal,
+            compared_tokens=None if is_own else tally.compared,
+            right=tally.right if answers else None,
+            answers=answers or None,
+        )
+
+    return Comparison([row(tally) for tally in [own, *replays]], example)
+
+
+def _is_right(problem: Problem, text: str) -> bool:
+    return problem.answer is not None and final_number(text) == final_number(problem.answer)
+
+
+def passes(problems: int, *, formats: int, batch: int, repeats: int) -> int:
+    """How often `compare` calls `advance` for one model."""
+    return -(-problems // batch) * (1 + formats + repeats * (1 + formats))
+
+
+def _answer_text(tokenizer: PreTrainedTokenizerBase, tokens: list[int], ends: Sequence[int]) -> str:
+    stop = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return str(tokenizer.decode(tokens[:stop], skip_special_tokens=True))
+
+
+# --- rows to JSON and to a picture ------------------------------------------------------------------------------------
+
+
+def provenance() -> dict[str, Any]:
+    """What a figure needs beside it to be repeated."""
+    versions = {}
+    for name in ("replayssm", "torch", "transformers", "triton"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "src", ":/src")
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["replayssm", *sys.argv[1:]]),
+        "commit": git("rev-parse", "HEAD"),
+        "source_changed": None if changed is None else bool(changed),
+        "python": platform.python_version(),
+        "versions": versions,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def write_json(path: Path, rows: Sequence[Row]) -> None:
+    document = {"schema": SCHEMA, "provenance": provenance(), "rows": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+# Okabe and Ito's colours, told apart by colour-blind readers; the host is grey.
+_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"]
+
+
+def label(row: Row) -> str:
+    return "host cache" if row.cache == "host" else f"replayed, {row.format}"
+
+
+def write_plot(path: Path, rows: Sequence[Row]) -> None:
+    """Four panels: speed, state traffic, state memory, difference of log-probabilities; one group of bars per model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    models = list(dict.fromkeys(row.model for row in rows))
+    labels = list(dict.fromkeys(label(row) for row in rows))
+    colours = {"host cache": "#777777"} | dict(
+        zip([name for name in labels if name != "host cache"], _COLOURS, strict=False)
+    )
+    height = 0.8 / len(labels)
+    figure, axes = plt.subplots(2, 2, figsize=(12, 2.6 + 0.42 * len(models) * len(labels) * 2), layout="constrained")
+
+    def panel(
+        ax: Any, title: str, unit: str, value: Callable[[Row], float | None], text: Callable[[float], str]
+    ) -> None:
+        largest = max((value(row) or 0.0 for row in rows), default=0.0)
+        for row in rows:
+            size = value(row)
+            if size is None:
+                continue
+            y = models.index(row.model) + height * (labels.index(label(row)) - (len(labels) - 1) / 2)
+            ax.barh(y, size, height * 0.92, color=colours[label(row)])
+            ax.annotate(text(size), (size, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+        ax.set_title(title, loc="left", fontsize=11)
+        ax.set_xlabel(unit)
+        ax.set_yticks(range(len(models)), models)
+        ax.set_xlim(0, largest * 1.2 or 1.0)
+        ax.invert_yaxis()
+        ax.spines[["top", "right"]].set_visible(False)
+
+    panel(
+        axes[0, 0], "Speed (higher is better)", "tokens/s, whole batch", lambda r: r.tokens_per_second, "{:,.0f}".format
+    )
+    panel(
+        axes[0, 1],
+        "State read + written (lower is better)",
+        "kB per token and row",
+        lambda r: (r.state_bytes_read_per_token + r.state_bytes_written_per_token) / 1e3,
+        "{:,.0f}".format,
+    )
+    panel(axes[1, 0], "State memory", "kB per row", lambda r: r.state_memory_bytes / 1e3, "{:,.0f}".format)
+    panel(
+        axes[1, 1],
+        "Largest difference from the host's log-probabilities",
+        "nats, teacher-forced",
+        lambda r: r.max_logprob_difference,
+        "{:.1e}".format,
+    )
+    row = rows[0]
+    figure.suptitle(f"batch {row.batch}, {row.new_tokens} new tokens per row, {provenance()['device']}", fontsize=11)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colours[name]) for name in labels]
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
