@@ -46,12 +46,12 @@ err = Console(stderr=True)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 ModelOption = Annotated[
-    Path | None, typer.Option("--model", "-m", help="Model folder [default: the first bundled one].")
+    Path | None, typer.Option("--model", "-m", help="Model folder (default: the first bundled one).")
 ]
 WindowOption = Annotated[int, typer.Option(help="Committed tokens that may wait in the ring before a flush.", min=1)]
 NewTokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", help="New tokens per prompt.", min=1)]
 DtypeOption = Annotated[str, typer.Option(help="Weights and activations: float32, bfloat16 or float16.")]
-ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads [default: torch's own choice].", min=1)]
+ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads (default: torch's own choice).", min=1)]
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def _problems(path: Path, count: int) -> list[Problem]:
 
 @app.command()
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt [default: --file, or standard input].")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt (default: --file, or standard input).")] = None,
     model: ModelOption = None,
     file: Annotated[Path | None, typer.Option("--file", help="Read the prompt from this file.")] = None,
     replay: Annotated[bool, typer.Option("--replay/--host-cache", help="Replayed cache, or the host's own.")] = True,
@@ -179,18 +179,18 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
 def compare_command(
     model: Annotated[
         list[Path] | None,
-        typer.Option("--model", "-m", help="Model folder; repeatable [default: a bundled one]."),
+        typer.Option("--model", "-m", help="Model folder; repeatable (default: a bundled one)."),
     ] = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; repeatable.")] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option("--prompts", help='JSONL of {"prompt", "answer"} [default: the bundled held-out problems].'),
+        typer.Option("--prompts", help='JSONL of {"prompt", "answer"} (default: the bundled held-out problems).'),
     ] = None,
     count: Annotated[int, typer.Option(help="How many prompts of the file.", min=1)] = 16,
     batch: Annotated[int, typer.Option("--batch", "-b", help="Prompts decoded at once.", min=1)] = 16,
     max_new_tokens: NewTokensOption = 128,
     format: Annotated[
-        list[str] | None, typer.Option(help="Storage format of the checkpoint; repeatable [default: fp32].")
+        list[str] | None, typer.Option(help="Storage format of the checkpoint; repeatable (default: fp32).")
     ] = None,
     window: WindowOption = 16,
     repeats: Annotated[int, typer.Option(help="Timed runs of each cache; the median counts.", min=1)] = 2,
