@@ -140,12 +140,10 @@ def generate(
         _set_up(threads)
         host = load_model(model or _default_model(), _dtype(dtype))
         if replay:
-            check_support(host, [format], window)
-    from replayssm.integrations.transformers import enable
-    from transformers import TextStreamer
+            from replayssm.integrations.transformers import enable
 
-    if replay:
-        enable(host.model, window=window, format=format)
+            enable(host.model, window=window, format=format)
+    from transformers import TextStreamer
 
     torch.manual_seed(seed)
     host.model.generate(
