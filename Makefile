@@ -32,10 +32,10 @@ $(STAMP):
 	fi
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
 	@# torch first and alone, so that pip takes the build which this platform offers; its own Triton pin, if any, then wins.
-	@$(PY) -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	@$(PY) -m pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	@if $(PY) -c 'import importlib.metadata as m, sys; sys.exit(not any(r.startswith("triton") for r in m.requires("torch")))'; \
 	  then grep -v '^triton==' constraints.txt; else cat constraints.txt; fi > $(VENV)/constraints.txt
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[transformers,bench,dev]'
+	@$(PY) -m pip install -qq --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[transformers,bench,dev]'
 	@rm -f $(VENV)/.replayssm-*; touch $@
 
 demo: $(STAMP)
