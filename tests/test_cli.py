@@ -123,7 +123,15 @@ def test_passes_counts_every_run():
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("so it is 12.", "12"), ("$1,250.00", "1250.00"), ("3 + 4 = 7.0", "7"), ("it falls to -5", "-5"), ("none", None)],
+    [
+        ("so it is 12.", "12"),
+        ("$1,250.00", "1250"),
+        ("3 + 4 = 7.50", "7.5"),
+        ("it falls to -5", "-5"),
+        ("100", "100"),
+        ("2 + 2 = 4\n#### 4\n\nQ: and 3 + 3?\n#### 6", "4"),
+        ("none", None),
+    ],
 )
 def test_final_number(text, number):
     assert final_number(text) == number

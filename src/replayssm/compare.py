@@ -137,9 +137,13 @@ def end_tokens(model: PreTrainedModel) -> list[int]:
 
 
 def final_number(text: str) -> str | None:
-    """The last number of a worked answer, as digits: `costs $1,250.` gives `1250`."""
-    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
-    return numbers[-1].replace(",", "").removesuffix(".0") if numbers else None
+    """The number after the first `####` (how worked answers mark it), else the last number: `$1,250.` gives `1250`."""
+    _, mark, rest = text.partition("####")
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", rest if mark else text)
+    if not numbers:
+        return None
+    number = numbers[0 if mark else -1].replace(",", "")
+    return number.rstrip("0").rstrip(".") if "." in number else number
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -324,8 +328,10 @@ def passes(problems: int, *, formats: int, batch: int, repeats: int) -> int:
 
 
 def _answer_text(tokenizer: PreTrainedTokenizerBase, tokens: list[int], ends: Sequence[int]) -> str:
+    """New tokens as text, up to an end token or through the line that holds the marked answer."""
     stop = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
-    return str(tokenizer.decode(tokens[:stop], skip_special_tokens=True))
+    worked, mark, rest = str(tokenizer.decode(tokens[:stop], skip_special_tokens=True)).partition("####")
+    return worked + mark + rest.split("\n")[0]
 
 
 # --- rows to JSON and to a picture ------------------------------------------------------------------------------------
