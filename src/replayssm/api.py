@@ -1,0 +1,138 @@
+"""decode, convolve, decode_layer: check once, choose the implementation, call it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replayssm import checks, conv, read
+from replayssm.cache import IMPLEMENTATIONS, ReplayCache
+from replayssm.recurrences import inverse_norm
+from replayssm.ring import Step
+
+_READ = {"reference": read.read_reference, "torch": read.read_torch}
+
+
+def decode(cache: ReplayCache, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, g: Tensor, w: Tensor) -> Tensor:
+    """Outputs for the step's tokens in one layer; their records are appended. The checkpoint is only read.
+
+    Args:
+        q, k: [B, T, G, K] as they leave the convolution (the delta rule's L2 norm and K^-0.5 are applied here).
+        v: [B, T, H, V]
+        g: [B, T, H], or [B, T, H, K] for kda: log decay, at most 0.
+        w: [B, T, H], dt (mamba2) or beta (gdn, kda).
+
+    q, k, v are in the cache's dtype, g and w in its format's compute dtype (fp32). Any strides.
+
+    Returns:
+        y [B, T, H, V] in the cache's dtype; zero for rows and tokens that are padding.
+
+    Raises:
+        ValueError: a shape, dtype or device that is not the cache's. Nothing changes.
+
+    Source: DESIGN of this library, after ReplaySSM (Dao AI Lab and NVIDIA, 2026); math in recurrences/<name>/math.md.
+    """
+    recurrence, (H, G, V, K) = cache.recurrence, cache.geometry
+    B, T = step.rows, step.tokens
+    where = f"{recurrence.name}.decode"
+    groups = "G is the number of key groups after tensor parallelism."
+    for name, x in (("q", q), ("k", k)):
+        checks.tensor(where, name, x, "[B, T, G, K]", (B, T, G, K), cache.dtype, cache.device, groups)
+    checks.tensor(where, "v", v, "[B, T, H, V]", (B, T, H, V), cache.dtype, cache.device)
+    wide = cache.format.compute
+    letters, shape = ("[B, T, H, K]", (B, T, H, K)) if recurrence.channel_gate else ("[B, T, H]", (B, T, H))
+    checks.tensor(
+        where, "g", g, letters, shape, wide, cache.device, "Gates are kept in fp32 whatever the activations are."
+    )
+    checks.tensor(where, "w", w, "[B, T, H]", (B, T, H), wide, cache.device)
+    state = cache._layer(where, layer)
+    if not len(step.slots):
+        return v.new_zeros(B, T, H, V)
+
+    q, k, v, g, w = (step.select(x) for x in (q, k, v, g, w))
+    q, norm = q.to(wide), None
+    if recurrence.delta:
+        q = q * (inverse_norm(q) * K**-0.5)[..., None]
+        norm = inverse_norm(k.to(wide))
+    _append(cache, state.ring, step, k, v, g if recurrence.channel_gate else g[..., None], w, norm)
+    t, c = IMPLEMENTATIONS[cache.implementation].carry(recurrence, state.ring, step, q)
+    y = _READ[cache.implementation](cache.format, state, step, t, c).transpose(1, 2).to(cache.dtype)
+    if not step.whole:
+        y = torch.where(step.valid()[..., None, None], y, 0)
+    return step.spread(y)
+
+
+def convolve(
+    cache: ReplayCache, layer: int, step: Step, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """The short convolution and its silu for the step's tokens in one layer; raw inputs are kept for later steps.
+
+    Args:
+        x: [B, T, C] in the cache's dtype.
+        weight: [C, W]
+        bias: [C] or None.
+
+    Returns:
+        [B, T, C], zero for rows that are padding.
+
+    Raises:
+        ValueError: a shape, dtype or device that is not the cache's. Nothing changes.
+    """
+    where = f"{cache.recurrence.name}.convolve"
+    if cache.conv is None:
+        raise ValueError(f"{where}: this cache was made without conv; give ReplayCache a ConvGeometry.")
+    C, W = cache.conv
+    checks.tensor(where, "x", x, "[B, T, C]", (step.rows, step.tokens, C), cache.dtype, cache.device)
+    checks.tensor(where, "weight", weight, "[C, W]", (C, W), None, cache.device)
+    if bias is not None:
+        checks.tensor(where, "bias", bias, "[C]", (C,), None, cache.device)
+    pool = cache._layer(where, layer).conv
+    return step.spread(conv.convolve(pool, step, step.select(x), weight, bias))
+
+
+def decode_layer(
+    cache: ReplayCache, layer: int, step: Step, x: Tensor, raw_g: Tensor | None, raw_w: Tensor, weights: Any
+) -> Tensor:
+    """A whole recurrent layer between its two projections: convolution, gates, norms, carry, read, append, skip.
+
+    Args:
+        x: [B, T, C] convolution inputs, in the order of the recurrence (v | k | q for mamba2, q | k | v for gdn and kda).
+        raw_g: the decay's projection before any nonlinearity: None (mamba2), [B, T, H] (gdn), [B, T, H, K] (kda).
+        raw_w: the projection of dt (mamba2) or beta (gdn, kda) before any nonlinearity, [B, T, H].
+        weights: replayssm.recurrences.<name>.Weights.
+
+    Returns:
+        y [B, T, H, V] in the cache's dtype, D v included where there is a skip.
+
+    Raises:
+        ValueError: as decode and convolve. Nothing changes.
+    """
+    recurrence, (H, _, V, K) = cache.recurrence, cache.geometry
+    where = f"{recurrence.name}.decode_layer"
+    B, T = step.rows, step.tokens
+    if not isinstance(weights, recurrence.weights):
+        raise ValueError(f"{where}: weights must be a {recurrence.name}.Weights; got {type(weights).__name__}.")
+    if raw_g is not None:
+        gate = (B, T, H, K) if recurrence.channel_gate else (B, T, H)
+        checks.tensor(where, "raw_g", raw_g, "[B, T, H(, K)]", gate, None, cache.device)
+    checks.tensor(where, "raw_w", raw_w, "[B, T, H]", (B, T, H), None, cache.device)
+    g, w = recurrence.gates(raw_g, raw_w, weights)
+    q, k, v = recurrence.split(convolve(cache, layer, step, x, weights.conv_weight, weights.conv_bias), cache.geometry)
+    y = decode(cache, layer, step, q, k, v, g.to(cache.format.compute), w.to(cache.format.compute))
+    D = getattr(weights, "D", None)
+    if D is not None:
+        y = (y + (D[:, None] if D.ndim == 1 else D) * v).to(y.dtype)
+    return y
+
+
+def _append(
+    cache: ReplayCache, records: Any, step: Step, k: Tensor, v: Tensor, g: Tensor, w: Tensor, norm: Tensor | None
+) -> None:
+    """Write the step's records at their places; places that a shorter row leaves free are zeroed, so that what an earlier
+    step left there (rejected drafts, perhaps not finite) is never multiplied by a zero weight."""
+    fields = {"k": k, "v": v, "g": g, "w": w} | ({} if norm is None else {"norm": norm})
+    valid = None if step.whole else step.valid()
+    for name, x in fields.items():
+        if valid is not None:
+            x = torch.where(valid[(..., *[None] * (x.ndim - 2))], x, 0)
+        getattr(records, name)[step.slots[:, None], :, step.place] = x.to(getattr(records, name).dtype)

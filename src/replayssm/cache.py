@@ -1,0 +1,524 @@
+"""ReplayCache: checkpoints, rings and cursors of a pool of slots; the whole life of a request.
+
+    allocate -> reset | load -> ( begin -> decode every layer -> commit )* -> free
+                                 flush, trim, materialize, copy, export, restore in between
+
+One cache serves all recurrent layers of a model. Tensors are per layer, cursors are shared: they move once per step.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from replayssm import checks, formats, recurrences, ring
+from replayssm.recurrences import Geometry, batched, walked
+from replayssm.ring import PAD_SLOT, Cursors, LayerState, Records, Step
+
+IMPLEMENTATIONS = {"reference": walked, "torch": batched}
+
+
+class ConvGeometry(NamedTuple):
+    """The convolution in front of the recurrence: channels C and width W."""
+
+    channels: int
+    width: int
+
+
+class Nbytes(NamedTuple):
+    """Memory of a cache in bytes, by part."""
+
+    checkpoint: int
+    ring: int
+    conv: int
+    cursors: int
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return sum(self)
+
+
+class Traffic(NamedTuple):
+    """Bytes of state that one token of one slot reads and writes, over all layers, flushes included."""
+
+    read: float
+    written: float
+
+
+class ReplayCache:
+    """A pool of S slots, each the recurrent state of one request in every layer.
+
+    Args:
+        recurrence: "mamba2", "gdn" or "kda".
+        geometry: heads and dims of one layer.
+        layers: recurrent layers of the model, counted 0..layers-1 here.
+        slots: S, requests that fit.
+        window: committed records that may wait before a flush, 1 or more.
+        max_tokens: T, most tokens per row and step (1 + drafts); the ring has R = window + T places.
+        format: storage of the checkpoint, a name of replayssm.formats.
+        dtype: of k, v and convolution inputs, the model's activations. Never changes the state's precision.
+        conv: the convolution in front, or None where there is none.
+        staggered: spread the first flush of neighbouring slots over a window.
+        device: where everything lives.
+        implementation: "reference" or "torch"; None takes the one for the device.
+
+    Raises:
+        ValueError: an unknown name, or a size that cannot be.
+    """
+
+    def __init__(
+        self,
+        recurrence: str,
+        geometry: Geometry,
+        layers: int,
+        slots: int,
+        window: int = 16,
+        max_tokens: int = 1,
+        format: str = "fp32",
+        dtype: torch.dtype = torch.float32,
+        conv: ConvGeometry | None = None,
+        staggered: bool = True,
+        device: torch.device | str = "cpu",
+        implementation: str | None = None,
+    ) -> None:
+        self.recurrence = recurrences.get(recurrence)
+        self.format = formats.get(format)
+        self.geometry = Geometry(*geometry)
+        self.window, self.max_tokens, self.dtype, self.conv = window, max_tokens, dtype, conv
+        self.staggered, self.device = staggered, torch.device(device)
+        self.implementation = implementation or "torch"
+        if self.implementation not in IMPLEMENTATIONS:
+            raise checks.unknown("implementation", implementation, IMPLEMENTATIONS)
+        self._check_sizes(layers, slots)
+        self.sizes = ring.Sizes(
+            ring=window + max_tokens,
+            conv=conv.width - 1 + max_tokens if conv else 0,
+            window=window,
+            most_reach=max_tokens if conv else window + max_tokens,
+        )
+        self.num_slots = slots
+        self.layers = [self._new_layer(slots) for _ in range(layers)]
+        self.cursors = Cursors(*torch.zeros(len(Cursors._fields), slots, dtype=torch.int64, device=self.device))
+        self._free = deque(range(slots))
+        self._allocated: set[int] = set()
+
+    def _check_sizes(self, layers: int, slots: int) -> None:
+        H, G, V, K = self.geometry
+        wanted = {"layers": layers, "slots": slots, "window": self.window, "max_tokens": self.max_tokens}
+        for name, got in (wanted | self.geometry._asdict()).items():
+            if not isinstance(got, int) or got < 1:
+                raise ValueError(f"ReplayCache: {name} must be a whole number, 1 or more; got {got!r}.")
+        if H % G:
+            raise ValueError(
+                f"ReplayCache: H value heads must be a multiple of G key groups; got H = {H}, G = {G}. "
+                "Both count heads on this device, after tensor parallelism."
+            )
+        if not self.dtype.is_floating_point:
+            raise ValueError(f"ReplayCache: dtype must be a floating dtype; got {self.dtype}.")
+        if self.conv and (self.conv.width < 2 or self.conv.channels != self.recurrence.conv_channels(self.geometry)):
+            raise ValueError(
+                f"ReplayCache: conv must have width 2 or more and 2 G K + H V = "
+                f"{self.recurrence.conv_channels(self.geometry)} channels; got {tuple(self.conv)}."
+            )
+
+    def _new_layer(self, slots: int) -> LayerState:
+        (H, G, V, K), R, delta = self.geometry, self.sizes.ring, self.recurrence.delta
+        E, wide = self.recurrence.gate_dim(self.geometry), self.format.compute
+
+        def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(slots, *shape, dtype=dtype, device=self.device)
+
+        return LayerState(
+            checkpoint=tuple(empty(H, V, K, dtype=plane) for plane in self.format.planes),
+            ring=Records(
+                k=empty(G, R, K, dtype=self.dtype),
+                v=empty(H, R, V, dtype=self.dtype),
+                g=empty(H, R, E, dtype=wide),
+                w=empty(H, R, dtype=wide),
+                norm=empty(G, R if delta else 0, dtype=wide),
+                back=empty(H, R if delta else 0, R if delta else 0, dtype=wide),
+            ),
+            conv=empty(self.sizes.conv, self.conv.channels if self.conv else 0, dtype=self.dtype),
+        )
+
+    # ---- slots ----
+
+    def allocate(self, n: int) -> Tensor:
+        """Take n free slots: int64 [n]. They hold nothing until reset or load.
+
+        Raises:
+            ValueError: fewer than n are free.
+        """
+        if not 0 <= n <= len(self._free):
+            raise ValueError(
+                f"ReplayCache.allocate: {n} slots were asked for and {len(self._free)} of {self.num_slots} are free. "
+                "Free finished requests, or make the cache with more slots."
+            )
+        taken = [self._free.popleft() for _ in range(n)]
+        self._allocated.update(taken)
+        return torch.tensor(taken, dtype=torch.int64, device=self.device)
+
+    def free(self, slots: Tensor) -> None:
+        """Give slots back. Whatever they hold is forgotten.
+
+        Raises:
+            ValueError: a slot was not allocated.
+        """
+        slots = checks.slots("ReplayCache.free", slots, self.num_slots, self.device)
+        given = slots.tolist()
+        wrong = [slot for slot in given if slot not in self._allocated]
+        if wrong or len(set(given)) != len(given):
+            raise ValueError(
+                f"ReplayCache.free: slots {wrong or given} are not allocated once each; free a slot one time."
+            )
+        self._allocated.difference_update(given)
+        self._free.extend(given)
+        self.cursors.live[slots] = 0
+
+    @property
+    def free_slots(self) -> int:
+        """How many slots allocate could give."""
+        return len(self._free)
+
+    # ---- what a slot starts from ----
+
+    def reset(self, slots: Tensor) -> None:
+        """Zero state, empty ring, zero convolution inputs: every per-slot field, whatever the memory held."""
+        slots = checks.slots("ReplayCache.reset", slots, self.num_slots, self.device)
+        for layer in self.layers:
+            for pool in (*layer.checkpoint, *layer.ring, layer.conv):
+                pool[slots] = 0
+        self.cursors.put(slots, ring.reset(slots, self.sizes, self.staggered))
+
+    def load(self, layer: int, slots: Tensor, state: Tensor, window: Tensor | None = None) -> None:
+        """Start slots from a full state, as a prefill leaves it; the ring is emptied. Call it for every layer.
+
+        Args:
+            state: [n, H, V, K], any floating dtype (fp32 is what a state should have).
+            window: [n, C, W - 1] raw convolution inputs, oldest first; None where there is no convolution.
+        """
+        where = f"{self.recurrence.name}.load"
+        slots = checks.slots(where, slots, self.num_slots, self.device)
+        H, _, V, K = self.geometry
+        shape = (len(slots), H, V, K)
+        checks.tensor(where, "state", state, "[n, H, V, K]", shape, None, self.device, "Engines keep [V, K], see docs.")
+        into = self._layer(where, layer)
+        if (window is None) != (self.conv is None):
+            raise ValueError(
+                f"{where}: a window is needed exactly where the cache was made with conv; "
+                f"got window {'None' if window is None else 'given'}, conv {self.conv}."
+            )
+        if self.conv and window is not None:
+            C, W = self.conv
+            checks.tensor(where, "window", window, "[n, C, W - 1]", (len(slots), C, W - 1), None, self.device)
+        for pool in (*into.ring, into.conv):
+            pool[slots] = 0
+        for plane, value in zip(into.checkpoint, self.format.encode(state.to(self.format.compute)), strict=True):
+            plane[slots] = value
+        if window is not None:
+            # conv_end is 0: the newest input lies at the ring's last place.
+            into.conv[slots, 1 - self.conv.width :] = window.transpose(1, 2).to(self.dtype)
+        self.cursors.put(slots, ring.reset(slots, self.sizes, self.staggered))
+
+    # ---- a step ----
+
+    def begin(
+        self,
+        slots: Tensor,
+        lengths: Tensor | Sequence[int] | int | None = None,
+        tokens: int = 1,
+        parent: Tensor | None = None,
+    ) -> Step:
+        """Start one step of the model for a batch of rows, for all layers. Slots that are due are flushed first.
+
+        Args:
+            slots: [rows] slot of every row; PAD_SLOT (-1) for a row to ignore.
+            lengths: [rows] tokens that every row brings, 0..tokens, the first of its T; None for all of them.
+            tokens: T of the tensors that decode will get, at most max_tokens.
+            parent: [rows, T] index of every token's parent within the step, -1 for none; None for a chain.
+
+        Returns:
+            The step, to be given to decode and commit. A step that is never committed leaves no trace.
+
+        Raises:
+            ValueError: a slot out of range, given twice or not loaded; a length or tree that cannot be. Nothing changes.
+        """
+        where = f"{self.recurrence.name}.begin"
+        given = checks.slots(where, slots, self.num_slots, self.device, padding=True)
+        if not 1 <= tokens <= self.max_tokens:
+            raise ValueError(
+                f"{where}: tokens must be between 1 and max_tokens = {self.max_tokens}, what the ring of {self.sizes.ring} "
+                f"places leaves behind a window of {self.window}; got {tokens}. Make the cache with a larger max_tokens."
+            )
+        lengths = checks.counts(where, "lengths", tokens if lengths is None else lengths, len(given), self.device)
+        checks.within(where, "lengths", lengths, tokens, given, "A row brings 0 to T tokens.")
+        used = given[given != PAD_SLOT]
+        if self.device.type == "cpu":
+            self._check_live(where, used)
+            if len(used.unique()) != len(used):
+                raise ValueError(f"{where}: every slot may be given once a step; got {used.tolist()}.")
+        if parent is not None:
+            parent = self._check_tree(where, parent, len(given), tokens)
+
+        lives = (given != PAD_SLOT) & (lengths > 0)
+        whole = bool(lives.all())
+        index = None if whole else lives.nonzero().squeeze(1)
+        slots, lengths = (given, lengths) if whole else (given[lives], lengths[lives])
+        self.flush(slots[ring.due(self.cursors.at(slots))])
+        self.cursors.num_pending[used] = 0
+        cursors = ring.begin(self.cursors.at(slots), lengths, self.sizes)
+        self.cursors.put(slots, cursors)
+        start, committed, R = cursors.ring_start, cursors.num_committed, self.sizes.ring
+        age = ring.ages(start, R)
+        if parent is not None and index is not None:
+            parent = parent[index]
+        by_age = ring.sees(committed, lengths, tokens, R, parent)
+        return Step(
+            rows=len(given),
+            tokens=tokens,
+            index=index,
+            slots=slots,
+            base=ring.consecutive(slots),
+            given=given,
+            lengths=lengths,
+            whole=bool((lengths == tokens).all()),
+            start=start,
+            committed=committed,
+            conv_end=cursors.conv_end,
+            place=ring.places(start, committed, tokens, R),
+            order=ring.places(start, torch.zeros_like(start), R, R),
+            age=age,
+            sees=by_age.gather(2, age[:, None].expand_as(by_age)),
+        )
+
+    def commit(self, step: Step, n: Tensor | Sequence[int] | int | None = None) -> None:
+        """The first n tokens of every row count; the others never happened. Once per step, for all layers.
+
+        Args:
+            n: [rows], 0..lengths; None for all. Rows that were padding are ignored.
+
+        Raises:
+            ValueError: n out of range, or the step is not the slots' newest. Nothing changes.
+        """
+        where = f"{self.recurrence.name}.commit"
+        if n is None:
+            n = step.lengths
+        else:
+            n = step.select(checks.counts(where, "n", n, step.rows, self.device))
+            checks.within(where, "n", n, step.lengths, step.slots, "Only tokens of the step can count.")
+        cursors = self.cursors.at(step.slots)
+        if self.device.type == "cpu" and not torch.equal(cursors.num_pending, step.lengths):
+            raise ValueError(
+                f"{where}: this step was committed already, or another began after it; commit a step once."
+            )
+        self.cursors.put(step.slots, ring.commit(cursors, n, self.sizes))
+
+    # ---- what happens to a slot between steps ----
+
+    def flush(self, slots: Tensor | None = None) -> None:
+        """Fold committed records into the checkpoint, in every layer: of the given slots, or (None) of those that are due."""
+        where = f"{self.recurrence.name}.flush"
+        if slots is None:
+            slots = ring.due(self.cursors).nonzero().squeeze(1)
+        slots = checks.slots(where, slots, self.num_slots, self.device)
+        self._check_live(where, slots)
+        cursors = self.cursors.at(slots)
+        slots = slots[cursors.num_committed > 0]
+        if not len(slots):
+            return
+        cursors = self.cursors.at(slots)
+        for layer in self.layers:
+            for block in self._blocks(len(slots)):
+                state = self._fold(layer, slots[block], cursors.ring_start[block], cursors.num_committed[block])
+                for plane, value in zip(layer.checkpoint, self.format.encode(state), strict=True):
+                    plane[slots[block]] = value
+        self.cursors.put(slots, ring.flush(cursors, self.sizes))
+
+    def trim(self, slots: Tensor, n: Tensor | Sequence[int] | int) -> None:
+        """Forget the newest n committed records of every slot: state and convolution window go back together.
+
+        Raises:
+            ValueError: further back than the ring reaches. Nothing changes.
+        """
+        where = f"{self.recurrence.name}.trim"
+        slots = checks.slots(where, slots, self.num_slots, self.device)
+        self._check_live(where, slots)
+        n = checks.counts(where, "n", n, len(slots), self.device)
+        cursors = self.cursors.at(slots)
+        why = "Older tokens are in the checkpoint, or their convolution inputs are gone; load an earlier state instead."
+        checks.within(where, "n", n, cursors.reach, slots, why)
+        self.cursors.put(slots, ring.trim(cursors, n, self.sizes))
+
+    def materialize(self, layer: int, slots: Tensor, n: Tensor | Sequence[int] | int | None = None) -> Tensor:
+        """The full state of slots after their first n committed records (None: all): [len, H, V, K], cache unchanged.
+
+        Returns:
+            fp32 (fp64 for format fp64).
+        """
+        where = f"{self.recurrence.name}.materialize"
+        slots = checks.slots(where, slots, self.num_slots, self.device)
+        self._check_live(where, slots)
+        cursors = self.cursors.at(slots)
+        if n is None:
+            n = cursors.num_committed
+        else:
+            n = checks.counts(where, "n", n, len(slots), self.device)
+            checks.within(
+                where, "n", n, cursors.num_committed, slots, "So many records are committed since the last flush."
+            )
+        state = self._layer(where, layer)
+        H, _, V, K = self.geometry
+        out = torch.empty(len(slots), H, V, K, dtype=self.format.compute, device=self.device)
+        for block in self._blocks(len(slots)):
+            out[block] = self._fold(state, slots[block], cursors.ring_start[block], n[block])
+        return out
+
+    def conv_window(self, layer: int, slots: Tensor) -> Tensor:
+        """The convolution's newest W - 1 committed inputs, oldest first: [len, C, W - 1]."""
+        where = f"{self.recurrence.name}.conv_window"
+        slots = checks.slots(where, slots, self.num_slots, self.device)
+        self._check_live(where, slots)
+        if self.conv is None:
+            raise ValueError(f"{where}: this cache was made without conv, so it keeps no convolution inputs.")
+        back = torch.arange(1 - self.conv.width, 0, device=self.device)
+        place = (self.cursors.conv_end[slots][:, None] + back) % self.sizes.conv
+        return self._layer(where, layer).conv[slots[:, None], place].transpose(1, 2)
+
+    def copy(self, src: Tensor, dst: Tensor) -> None:
+        """Make every slot of dst what the slot of src at the same place is: state, ring, cursors, convolution inputs.
+
+        Sources may repeat and may be destinations as well (beam reorder): all are read before any is written.
+        """
+        where = f"{self.recurrence.name}.copy"
+        src = checks.slots(where, src, self.num_slots, self.device)
+        dst = checks.slots(where, dst, self.num_slots, self.device)
+        if len(src) != len(dst) or len(dst.unique()) != len(dst):
+            raise ValueError(
+                f"{where}: src and dst must have the same length and dst no slot twice; "
+                f"got {src.tolist()} to {dst.tolist()}."
+            )
+        self._check_live(where, src)
+        for layer in self.layers:
+            for pool in (*layer.checkpoint, *layer.ring, layer.conv):
+                pool[dst] = pool[src]
+        self.cursors.put(dst, self.cursors.at(src))
+
+    def export(self, slots: Tensor) -> dict[str, Tensor]:
+        """Everything that slots hold, as named tensors (safetensors can save them): for restore, here or in another cache."""
+        where = f"{self.recurrence.name}.export"
+        slots = checks.slots(where, slots, self.num_slots, self.device)
+        self._check_live(where, slots)
+        return {name: pool[slots] for name, pool in self._pools().items()}
+
+    def restore(self, slots: Tensor, snapshot: dict[str, Tensor]) -> None:
+        """Put what export gave into slots, of this cache or of one made alike.
+
+        Raises:
+            ValueError: the snapshot is of another shape, format or number of layers. Nothing changes.
+        """
+        where = f"{self.recurrence.name}.restore"
+        slots = checks.slots(where, slots, self.num_slots, self.device)
+        pools = self._pools()
+        if snapshot.keys() != pools.keys():
+            odd = sorted(snapshot.keys() ^ pools.keys())
+            raise ValueError(
+                f"{where}: the snapshot must hold the tensors of a cache made alike; these are in one only: {odd}."
+            )
+        for name, pool in pools.items():
+            shape = (len(slots), *pool.shape[1:])
+            if tuple(snapshot[name].shape) != shape or snapshot[name].dtype != pool.dtype:
+                raise ValueError(
+                    f"{where}: {name} must be {checks.describe(shape, pool.dtype)}; "
+                    f"got {checks.describe(snapshot[name].shape, snapshot[name].dtype)}. Make both caches alike."
+                )
+        for name, pool in pools.items():
+            pool[slots] = snapshot[name].to(self.device)
+
+    # ---- what it costs ----
+
+    @property
+    def num_committed(self) -> Tensor:
+        """Records since the last flush: [S]."""
+        return self.cursors.num_committed
+
+    @property
+    def nbytes(self) -> Nbytes:
+        """Memory of all slots and layers."""
+
+        def size(*pools: Tensor) -> int:
+            return sum(pool.numel() * pool.element_size() for pool in pools)
+
+        return Nbytes(
+            checkpoint=sum(size(*layer.checkpoint) for layer in self.layers),
+            ring=sum(size(*layer.ring) for layer in self.layers),
+            conv=sum(size(layer.conv) for layer in self.layers),
+            cursors=size(*self.cursors),
+        )
+
+    def bytes_per_token(self) -> Traffic:
+        """State traffic of plain decoding: checkpoint read, ring read at its mean fill, record written, flush / window.
+
+        The convolution reads its W - 1 newest inputs and writes one.
+        """
+        H, _, V, K = self.geometry
+        elements = H * V * K
+        one = self._new_layer(1).ring
+        per_record = sum(pool.numel() * pool.element_size() for pool in one) / self.sizes.ring
+        fill = (self.window + 1) / 2  # records that a token sees, itself included, mean over a window
+        back = one.back.numel() * one.back.element_size() / self.sizes.ring * (1 - fill / self.sizes.ring)
+        inputs = (self.conv.channels if self.conv else 0) * self.dtype.itemsize
+        stored = elements * self.format.stored_bytes
+        read = elements * self.format.read_bytes + fill * (per_record - back)
+        read += (stored + self.window * per_record) / self.window + inputs * (self.conv.width - 1 if self.conv else 0)
+        written = per_record + stored / self.window + inputs
+        return Traffic(read * len(self.layers), written * len(self.layers))
+
+    # ---- inside ----
+
+    def _layer(self, where: str, layer: int) -> LayerState:
+        if not 0 <= layer < len(self.layers):
+            raise ValueError(f"{where}: layer must be between 0 and {len(self.layers) - 1}; got {layer}.")
+        return self.layers[layer]
+
+    def _check_live(self, where: str, slots: Tensor) -> None:
+        if self.device.type == "cpu" and not bool(self.cursors.live[slots].all()):
+            dead = slots[self.cursors.live[slots] == 0].tolist()
+            raise ValueError(f"{where}: slots {dead} are not loaded; reset or load a slot before its first token.")
+
+    def _check_tree(self, where: str, parent: Tensor, rows: int, tokens: int) -> Tensor:
+        parent = torch.as_tensor(parent, device=self.device)
+        if tuple(parent.shape) != (rows, tokens) or parent.is_floating_point():
+            raise ValueError(
+                f"{where}: parent must be [B, T] = [{rows}, {tokens}] in an integer dtype; "
+                f"got {checks.describe(parent.shape, parent.dtype)}."
+            )
+        parent = parent.to(torch.int64)
+        if self.device.type == "cpu" and bool(
+            ((parent < -1) | (parent >= torch.arange(tokens, device=self.device))).any()
+        ):
+            raise ValueError(
+                f"{where}: a token's parent must come before it (or be -1 for the newest committed token); got {parent.tolist()}."
+            )
+        return parent
+
+    def _fold(self, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor) -> Tensor:
+        fold = IMPLEMENTATIONS[self.implementation].fold
+        return fold(self.recurrence, self.format, layer, slots, start, counts)
+
+    def _blocks(self, n: int) -> list[slice]:
+        """Slices of n rows whose states fit in batched.BLOCK_BYTES."""
+        H, _, V, K = self.geometry
+        rows = max(1, batched.BLOCK_BYTES // (H * V * K * self.format.compute.itemsize))
+        return [slice(i, min(i + rows, n)) for i in range(0, n, rows)]
+
+    def _pools(self) -> dict[str, Tensor]:
+        """Every per-slot tensor by name."""
+        pools = {f"cursor.{name}": cursor for name, cursor in self.cursors._asdict().items()}
+        for i, layer in enumerate(self.layers):
+            pools |= {f"{i}.checkpoint.{j}": plane for j, plane in enumerate(layer.checkpoint)}
+            pools |= {f"{i}.ring.{name}": pool for name, pool in layer.ring._asdict().items()}
+            pools[f"{i}.conv"] = layer.conv
+        return pools

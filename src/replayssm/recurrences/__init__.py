@@ -1,0 +1,114 @@
+"""The recurrences that the library knows: one folder each, found by its name.
+
+A folder holds the record of the recurrence (`RECURRENCE` in its `__init__.py`, with its `Weights` and `gates`), the math
+(`math.md`) and the definition (`reference.py`: step, carry, fold). The batched implementation for CPUs serves all of them
+(`batched.py` beside this file).
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from replayssm import checks
+
+
+class Geometry(NamedTuple):
+    """Sizes of one recurrent layer: H value heads of V, G key groups of K. Head h reads key group h // (H / G)."""
+
+    H: int
+    G: int
+    V: int
+    K: int
+
+
+class Recurrence(NamedTuple):
+    """The record of a recurrence S_t = S_{t-1} A_t + w_t v_t k_t^T.
+
+    Attributes:
+        delta: A_t = Diag(a_t) (I - w_t k_t k_t^T); otherwise A_t = Diag(a_t). Keys and queries of the delta rule are
+            L2-normalised, and queries scaled by K^-0.5, by the library.
+        channel_gate: a_t has one value per key channel; otherwise one per head. Inside the library g has a last dim E for
+            that, [..., H, E] with E = K or 1; callers give [..., H] where it is 1.
+        conv_order: how a layer's convolution output is laid out, e.g. "qkv".
+        weights: the NamedTuple of a layer's parameters that decode_layer takes.
+        gates: (raw_g, raw_w, weights) -> g, w in fp32.
+        reference: the module with step, carry and fold.
+    """
+
+    name: str
+    delta: bool
+    channel_gate: bool
+    conv_order: str
+    weights: type
+    gates: Callable[[Tensor | None, Tensor, Any], tuple[Tensor, Tensor]]
+    reference: ModuleType
+
+    def gate_dim(self, geometry: Geometry) -> int:
+        """E, gates per head: 1, or K where every key channel has its own."""
+        return geometry.K if self.channel_gate else 1
+
+    def conv_channels(self, geometry: Geometry) -> int:
+        """Channels of the convolution in front: q, k and v of one token."""
+        return 2 * geometry.G * geometry.K + geometry.H * geometry.V
+
+    def split(self, x: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+        """Cut a convolution output [B, T, C] into q [B, T, G, K], k [B, T, G, K], v [B, T, H, V]."""
+        H, G, V, K = geometry
+        size = {"q": G * K, "k": G * K, "v": H * V}
+        part = dict(zip(self.conv_order, x.split([size[name] for name in self.conv_order], dim=-1), strict=True))
+        return part["q"].unflatten(-1, (G, K)), part["k"].unflatten(-1, (G, K)), part["v"].unflatten(-1, (H, V))
+
+
+def names() -> list[str]:
+    """Names of all recurrences: the folders beside this file."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.ispkg)
+
+
+def get(name: str) -> Recurrence:
+    """The recurrence called `name`.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in names():
+        raise checks.unknown("recurrence", name, names())
+    return importlib.import_module(f"{__name__}.{name}").RECURRENCE
+
+
+def heads(x: Tensor, H: int, dim: int = -2) -> Tensor:
+    """Repeat key groups to value heads: [..., G, K] -> [..., H, K]."""
+    return x.repeat_interleave(H // x.shape[dim], dim=dim)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Gate arithmetic runs in fp32, or in fp64 for fp64 inputs, whatever the activations are."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def inverse_norm(k: Tensor, eps: float = 1e-6) -> Tensor:
+    """1 / sqrt(sum k^2 + eps) over the last dim: [..., K] -> [...]. The delta rule's normalisation (FLA's and the models')."""
+    return torch.rsqrt(k.square().sum(-1) + eps)
+
+
+def fold_by_steps(
+    step: Callable[..., tuple[Tensor, Tensor]], S: Tensor, k: Tensor, v: Tensor, g: Tensor, w: Tensor, counts: Tensor
+) -> Tensor:
+    """The state after the first `counts` of N records, one plain step each.
+
+    Args:
+        S: [B, H, V, K]
+        k: [B, N, G, K]
+        v: [B, N, H, V]
+        g: [B, N, H, E]
+        w: [B, N, H]
+        counts: [B]
+    """
+    for j in range(k.shape[1]):
+        _, after = step(S, k[:, j], k[:, j], v[:, j], g[:, j], w[:, j])
+        S = torch.where((j < counts)[:, None, None, None], after, S)
+    return S

@@ -1,0 +1,245 @@
+"""The cursor rules of the ring: where records lie, which of them count, and what each verb does to the cursors.
+
+A slot keeps its newest records in a ring of R = window + max_tokens places. Record number a (0 = oldest) lies at place
+(ring_start + a) mod R. The first `num_committed` of them count; the next `num_pending` belong to the step in flight:
+
+    place   ring_start            + num_committed          + num_pending
+            | committed, oldest first | this step's tokens | free ... (mod R)
+
+    verb        ring_start        num_committed      num_pending   reach                       flush_at
+    begin(t)    -                 -                  t             min(reach, most - t)        -
+    commit(n)   -                 + n                0             min(reach + n, committed)   -
+    flush       + committed       0                  -             0                           window
+    trim(n)     -                 - n                0             - n                         -
+    reset       0                 0                  0             0                           first_flush(slot)
+
+`reach` is how many of the newest records trim may forget. The convolution's own ring (W - 1 + max_tokens inputs) bounds
+it: t new inputs overwrite the t oldest, so `most` = max_tokens where there is a convolution and R where there is none.
+`conv_end` is the place after the newest committed input in that ring; it moves by +n and -n with commit and trim.
+
+All cursors are int64 tensors [S] keyed by slot; the functions below work on any shape, elementwise.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PAD_SLOT = -1
+
+
+class Cursors(NamedTuple):
+    """Per-slot cursors, int64 [S] each."""
+
+    ring_start: Tensor
+    num_committed: Tensor
+    num_pending: Tensor
+    flush_at: Tensor
+    conv_end: Tensor
+    reach: Tensor
+    live: Tensor  # 1 once the slot was reset or loaded, 0 while it is free
+
+    def at(self, slots: Tensor) -> "Cursors":
+        """The cursors of some slots, copied: [len(slots)] each."""
+        return Cursors(*(cursor[slots] for cursor in self))
+
+    def put(self, slots: Tensor, values: "Cursors") -> None:
+        """Write the cursors of some slots back."""
+        for cursor, value in zip(self, values, strict=True):
+            cursor[slots] = value
+
+
+class Sizes(NamedTuple):
+    """What the rules need to know of a cache: ring and convolution ring lengths, window, and the most that trim reaches."""
+
+    ring: int
+    conv: int
+    window: int
+    most_reach: int
+
+
+def first_flush(slots: Tensor, window: int, staggered: bool) -> Tensor:
+    """The number of records at which a fresh slot flushes first.
+
+    Staggered, neighbouring slots start at different counts, so that requests which begin together do not flush together;
+    from their first flush on every slot waits a whole window.
+    """
+    return window - slots % window if staggered else torch.full_like(slots, window)
+
+
+def reset(slots: Tensor, sizes: Sizes, staggered: bool) -> Cursors:
+    """Cursors of slots whose whole history is in their checkpoint and convolution window."""
+    zero = torch.zeros_like(slots)
+    return Cursors(zero, zero, zero, first_flush(slots, sizes.window, staggered), zero, zero, torch.ones_like(slots))
+
+
+def begin(c: Cursors, lengths: Tensor, sizes: Sizes) -> Cursors:
+    """A step brings `lengths` tokens; records that were pending are forgotten."""
+    return c._replace(num_pending=lengths, reach=torch.minimum(c.reach, sizes.most_reach - lengths))
+
+
+def commit(c: Cursors, n: Tensor, sizes: Sizes) -> Cursors:
+    """The first n pending records count, the others are forgotten."""
+    committed = c.num_committed + n
+    return c._replace(
+        num_committed=committed,
+        num_pending=torch.zeros_like(n),
+        conv_end=(c.conv_end + n) % max(sizes.conv, 1),
+        reach=torch.minimum(c.reach + n, committed),
+    )
+
+
+def flush(c: Cursors, sizes: Sizes) -> Cursors:
+    """All committed records are in the checkpoint; pending ones stay where they are."""
+    zero = torch.zeros_like(c.num_committed)
+    return c._replace(
+        ring_start=(c.ring_start + c.num_committed) % sizes.ring,
+        num_committed=zero,
+        reach=zero,
+        flush_at=torch.full_like(zero, sizes.window),
+    )
+
+
+def trim(c: Cursors, n: Tensor, sizes: Sizes) -> Cursors:
+    """The newest n committed records are forgotten, with whatever was pending."""
+    return c._replace(
+        num_committed=c.num_committed - n,
+        num_pending=torch.zeros_like(n),
+        conv_end=(c.conv_end - n) % max(sizes.conv, 1),
+        reach=c.reach - n,
+    )
+
+
+def due(c: Cursors) -> Tensor:
+    """Which slots must flush before their next token: bool, elementwise."""
+    return (c.live == 1) & (c.num_committed >= c.flush_at)
+
+
+def places(start: Tensor, first: Tensor, count: int, length: int) -> Tensor:
+    """Ring places of `count` records in a row, from record number `first`: [B], [B] -> [B, count]."""
+    return ((start + first)[:, None] + torch.arange(count, device=start.device)) % length
+
+
+def ages(start: Tensor, length: int) -> Tensor:
+    """Record number at every ring place (0 = oldest): [B] -> [B, length]. The inverse of `places(start, 0, length, length)`."""
+    return (torch.arange(length, device=start.device) - start[:, None]) % length
+
+
+def sees(committed: Tensor, lengths: Tensor, tokens: int, length: int, parent: Tensor | None = None) -> Tensor:
+    """Which records each token of a step sees, by record number: bool [B, T, R].
+
+    Every token sees all committed records, itself, and the step's tokens before it (a chain) or its ancestors (a tree).
+
+    Args:
+        committed, lengths: [B]
+        parent: [B, T] index of each token's parent within the step, -1 for a root; None for a chain.
+    """
+    record = torch.arange(length, device=committed.device)
+    token = torch.arange(tokens, device=committed.device)
+    past = record < committed[:, None, None]
+    index = record - committed[:, None, None]  # [B, 1, R]: which token of the step a record is
+    if parent is None:
+        own = (index >= 0) & (index <= token[:, None])
+    else:
+        kin = ancestors(parent)  # [B, T, T]
+        inside = (index >= 0) & (index < tokens)
+        own = inside & kin.gather(2, index.clamp(0, tokens - 1).expand(-1, tokens, -1))
+    return (past | own) & (token[:, None] < lengths[:, None, None])
+
+
+def ancestors(parent: Tensor) -> Tensor:
+    """Ancestry of a tree whose parents precede their children: parent [B, T] -> bool [B, T, T], itself included."""
+    rows, tokens = parent.shape
+    kin = torch.eye(tokens, dtype=torch.bool, device=parent.device).repeat(rows, 1, 1)
+    for i in range(1, tokens):
+        above = kin.gather(1, parent[:, i].clamp(min=0)[:, None, None].expand(-1, 1, tokens))[:, 0]
+        kin[:, i] |= above & (parent[:, i] >= 0)[:, None]
+    return kin
+
+
+class Step(NamedTuple):
+    """One step of a model, made by ReplayCache.begin for all layers: which rows live and where their records go.
+
+    Rows that bring no token (padding, zero length) are left out: B counts the rows that are left, `index` says where they
+    were among the `rows` given.
+
+    Attributes:
+        rows, tokens: sizes of the caller's tensors, [rows, tokens, ...].
+        index: [B] of the caller's rows, or None where all of them live.
+        slots, lengths, start, committed, conv_end: [B]
+        base: the first slot where slots are base, base + 1, ...; tensors are then read as views. None otherwise.
+        given: [rows] the slots as the caller gave them.
+        whole: every row brings all `tokens`.
+        place: [B, T] ring place of every token's record.
+        order: [B, R] ring place of every record, oldest first; age: [B, R] its inverse.
+        sees: bool [B, T, R], by ring place: which records a token sees.
+    """
+
+    rows: int
+    tokens: int
+    index: Tensor | None
+    slots: Tensor
+    base: int | None
+    given: Tensor
+    lengths: Tensor
+    whole: bool
+    start: Tensor
+    committed: Tensor
+    conv_end: Tensor
+    place: Tensor
+    order: Tensor
+    age: Tensor
+    sees: Tensor
+
+    def select(self, x: Tensor) -> Tensor:
+        """The living rows of a caller's tensor: [rows, ...] -> [B, ...]."""
+        return x if self.index is None else x[self.index]
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Back to the caller's rows, zero where no row lives: [B, ...] -> [rows, ...]."""
+        if self.index is None:
+            return x
+        return x.new_zeros(self.rows, *x.shape[1:]).index_copy_(0, self.index, x)
+
+    def take(self, pool: Tensor) -> Tensor:
+        """The living rows of a pool's tensor: [S, ...] -> [B, ...], a view where the slots follow one another."""
+        return pool[self.slots] if self.base is None else pool[self.base : self.base + len(self.slots)]
+
+    def valid(self) -> Tensor:
+        """Which tokens are real: bool [B, T]."""
+        return torch.arange(self.tokens, device=self.lengths.device) < self.lengths[:, None]
+
+
+def consecutive(slots: Tensor) -> int | None:
+    """The first slot, where slots on a CPU are first, first + 1, ...; None otherwise."""
+    if slots.device.type != "cpu" or not len(slots):
+        return None
+    first = int(slots[0])
+    return first if torch.equal(slots, torch.arange(first, first + len(slots))) else None
+
+
+class Records(NamedTuple):
+    """The ring of one layer: the raw inputs of recent tokens. S slots, R places.
+
+    Attributes:
+        k: [S, G, R, K] and v: [S, H, R, V], activation dtype, as they left the convolution.
+        g: [S, H, R, E] log decay and w: [S, H, R], fp32.
+        norm: [S, G, R] fp32, 1 / |k| (delta rule), else [S, G, 0].
+        back: [S, H, R, R] fp32 (delta rule), else [S, H, 0, 0]: back[l, j] times record l's own score is what record j's
+            weight gains through l's correction. Written once with record l; zero where l does not see j. See gdn/math.md.
+    """
+
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    w: Tensor
+    norm: Tensor
+    back: Tensor
+
+
+class LayerState(NamedTuple):
+    """All tensors of one layer: planes of the checkpoint [S, H, V, K], the ring, the convolution's inputs [S, W-1+T, C]."""
+
+    checkpoint: tuple[Tensor, ...]
+    ring: Records
+    conv: Tensor
