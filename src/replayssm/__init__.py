@@ -1,4 +1,4 @@
-"""replayssm: faster decoding of hybrid language models. The state stays as a checkpoint; each token adds a small record.
+"""replayssm: faster decoding of hybrid language models. The state stays a checkpoint; each token adds a small record.
 
 cache = ReplayCache("mamba2", Geometry(H=64, G=8, V=64, K=128), layers=24, slots=256)
 slots = cache.allocate(32)

@@ -96,7 +96,7 @@ def decode_layer(
     """A whole recurrent layer between its two projections: convolution, gates, norms, carry, read, append, skip.
 
     Args:
-        x: [B, T, C] convolution inputs, in the order of the recurrence (v | k | q for mamba2, q | k | v for gdn and kda).
+        x: [B, T, C] convolution inputs, in the recurrence's order (v | k | q for mamba2, q | k | v for gdn and kda).
         raw_g: the decay's projection before any nonlinearity: None (mamba2), [B, T, H] (gdn), [B, T, H, K] (kda).
         raw_w: the projection of dt (mamba2) or beta (gdn, kda) before any nonlinearity, [B, T, H].
         weights: replayssm.recurrences.<name>.Weights.
@@ -107,7 +107,7 @@ def decode_layer(
     Raises:
         ValueError: as decode and convolve. Nothing changes.
     """
-    recurrence, (H, _, V, K) = cache.recurrence, cache.geometry
+    recurrence, (H, _, _, K) = cache.recurrence, cache.geometry
     where = f"{recurrence.name}.decode_layer"
     B, T = step.rows, step.tokens
     if not isinstance(weights, recurrence.weights):
@@ -128,8 +128,11 @@ def decode_layer(
 def _append(
     cache: ReplayCache, records: Any, step: Step, k: Tensor, v: Tensor, g: Tensor, w: Tensor, norm: Tensor | None
 ) -> None:
-    """Write the step's records at their places; places that a shorter row leaves free are zeroed, so that what an earlier
-    step left there (rejected drafts, perhaps not finite) is never multiplied by a zero weight."""
+    """Write the step's records at their places.
+
+    Places that a shorter row leaves free are zeroed, so that what an earlier step left there (rejected drafts, perhaps
+    not finite) never meets a zero weight.
+    """
     fields = {"k": k, "v": v, "g": g, "w": w} | ({} if norm is None else {"norm": norm})
     valid = None if step.whole else step.valid()
     for name, x in fields.items():

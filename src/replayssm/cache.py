@@ -220,7 +220,7 @@ class ReplayCache:
             plane[slots] = value
         if window is not None:
             # conv_end is 0: the newest input lies at the ring's last place.
-            into.conv[slots, 1 - self.conv.width :] = window.transpose(1, 2).to(self.dtype)
+            into.conv[slots, -window.shape[2] :] = window.transpose(1, 2).to(self.dtype)
         self.cursors.put(slots, ring.reset(slots, self.sizes, self.staggered))
 
     # ---- a step ----
@@ -244,14 +244,15 @@ class ReplayCache:
             The step, to be given to decode and commit. A step that is never committed leaves no trace.
 
         Raises:
-            ValueError: a slot out of range, given twice or not loaded; a length or tree that cannot be. Nothing changes.
+            ValueError: a slot out of range, given twice or not loaded; an impossible length or tree. Nothing changes.
         """
         where = f"{self.recurrence.name}.begin"
         given = checks.slots(where, slots, self.num_slots, self.device, padding=True)
         if not 1 <= tokens <= self.max_tokens:
             raise ValueError(
-                f"{where}: tokens must be between 1 and max_tokens = {self.max_tokens}, what the ring of {self.sizes.ring} "
-                f"places leaves behind a window of {self.window}; got {tokens}. Make the cache with a larger max_tokens."
+                f"{where}: tokens must be between 1 and max_tokens = {self.max_tokens}, what the ring "
+                f"of {self.sizes.ring} places leaves behind a window of {self.window}; got {tokens}. "
+                "Make the cache with a larger max_tokens."
             )
         lengths = checks.counts(where, "lengths", tokens if lengths is None else lengths, len(given), self.device)
         checks.within(where, "lengths", lengths, tokens, given, "A row brings 0 to T tokens.")
@@ -265,7 +266,7 @@ class ReplayCache:
 
         lives = (given != PAD_SLOT) & (lengths > 0)
         whole = bool(lives.all())
-        index = None if whole else lives.nonzero().squeeze(1)
+        living = None if whole else lives.nonzero().squeeze(1)
         slots, lengths = (given, lengths) if whole else (given[lives], lengths[lives])
         self.flush(slots[ring.due(self.cursors.at(slots))])
         self.cursors.num_pending[used] = 0
@@ -273,13 +274,13 @@ class ReplayCache:
         self.cursors.put(slots, cursors)
         start, committed, R = cursors.ring_start, cursors.num_committed, self.sizes.ring
         age = ring.ages(start, R)
-        if parent is not None and index is not None:
-            parent = parent[index]
+        if parent is not None and living is not None:
+            parent = parent[living]
         by_age = ring.sees(committed, lengths, tokens, R, parent)
         return Step(
             rows=len(given),
             tokens=tokens,
-            index=index,
+            living=living,
             slots=slots,
             base=ring.consecutive(slots),
             given=given,
@@ -292,34 +293,72 @@ class ReplayCache:
             order=ring.places(start, torch.zeros_like(start), R, R),
             age=age,
             sees=by_age.gather(2, age[:, None].expand_as(by_age)),
+            parent=parent,
         )
 
-    def commit(self, step: Step, n: Tensor | Sequence[int] | int | None = None) -> None:
-        """The first n tokens of every row count; the others never happened. Once per step, for all layers.
+    def commit(
+        self,
+        step: Step,
+        n: Tensor | Sequence[int] | int | None = None,
+        path: Tensor | Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """The first n tokens of every row count, or those on a path of its tree; the others never happened.
+
+        Once per step, for all layers. A chain only moves cursors; of a tree, accepted records move together first.
 
         Args:
-            n: [rows], 0..lengths; None for all. Rows that were padding are ignored.
+            n: [rows], 0..lengths, for a chain; None for all. Rows that were padding are ignored.
+            path: [rows, P] for a tree: node indices from a root downwards, padded with -1.
 
         Raises:
-            ValueError: n out of range, or the step is not the slots' newest. Nothing changes.
+            ValueError: n out of range, a path that is not in the tree, or the step is not the slots' newest.
+                Nothing changes.
         """
         where = f"{self.recurrence.name}.commit"
-        if n is None:
-            n = step.lengths
-        else:
-            n = step.select(checks.counts(where, "n", n, step.rows, self.device))
-            checks.within(where, "n", n, step.lengths, step.slots, "Only tokens of the step can count.")
+        if (path is None) != (step.parent is None) or (path is not None and n is not None):
+            raise ValueError(f"{where}: a tree is committed by path, a chain by n; this step is a {step.kind}.")
         cursors = self.cursors.at(step.slots)
         if self.device.type == "cpu" and not torch.equal(cursors.num_pending, step.lengths):
             raise ValueError(
                 f"{where}: this step was committed already, or another began after it; commit a step once."
             )
+        if path is not None:
+            nodes = step.select(self._check_path(where, step, path))
+            n = (nodes >= 0).sum(1)
+            self._compact(step, nodes)
+        elif n is None:
+            n = step.lengths
+        else:
+            n = step.select(checks.counts(where, "n", n, step.rows, self.device))
+            checks.within(where, "n", n, step.lengths, step.slots, "Only tokens of the step can count.")
         self.cursors.put(step.slots, ring.commit(cursors, n, self.sizes))
+
+    def _compact(self, step: Step, path: Tensor) -> None:
+        """Move the records of a path [B, P] to the places right behind the committed ones, in every layer."""
+        P = path.shape[1]
+        slots = step.slots[:, None]
+        source = torch.where(path >= 0, path, torch.arange(P, device=self.device))
+        places, moved = step.place[:, :P], step.place.gather(1, source)
+        conv_places = (step.conv_end[:, None] + torch.arange(P, device=self.device)) % max(self.sizes.conv, 1)
+        conv_moved = (step.conv_end[:, None] + source) % max(self.sizes.conv, 1)
+        for layer in self.layers:
+            for pool in layer.ring[:-1]:
+                if pool.shape[-1]:
+                    pool[slots, :, places] = pool[slots, :, moved]
+            if self.recurrence.delta:
+                rows = layer.ring.back[slots, :, moved]  # [B, P, H, R]
+                columns = moved[:, None, None].expand(*rows.shape[:3], P)
+                kept = rows.gather(3, columns)
+                rows.scatter_(3, step.place[:, None, None].expand(*rows.shape[:3], step.tokens), 0)
+                rows.scatter_(3, places[:, None, None].expand_as(kept), kept)
+                layer.ring.back[slots, :, places] = rows
+            if self.conv:
+                layer.conv[slots, conv_places] = layer.conv[slots, conv_moved]
 
     # ---- what happens to a slot between steps ----
 
     def flush(self, slots: Tensor | None = None) -> None:
-        """Fold committed records into the checkpoint, in every layer: of the given slots, or (None) of those that are due."""
+        """Fold committed records into the checkpoint, in every layer: of these slots, or (None) of those due."""
         where = f"{self.recurrence.name}.flush"
         if slots is None:
             slots = ring.due(self.cursors).nonzero().squeeze(1)
@@ -407,7 +446,7 @@ class ReplayCache:
         self.cursors.put(dst, self.cursors.at(src))
 
     def export(self, slots: Tensor) -> dict[str, Tensor]:
-        """Everything that slots hold, as named tensors (safetensors can save them): for restore, here or in another cache."""
+        """All that slots hold, as named tensors (safetensors can save them): for restore, here or in another cache."""
         where = f"{self.recurrence.name}.export"
         slots = checks.slots(where, slots, self.num_slots, self.device)
         self._check_live(where, slots)
@@ -500,9 +539,34 @@ class ReplayCache:
             ((parent < -1) | (parent >= torch.arange(tokens, device=self.device))).any()
         ):
             raise ValueError(
-                f"{where}: a token's parent must come before it (or be -1 for the newest committed token); got {parent.tolist()}."
+                f"{where}: a token's parent must come before it, or be -1 for the newest committed token; "
+                f"got {parent.tolist()}."
             )
         return parent
+
+    def _check_path(self, where: str, step: Step, path: Tensor | Sequence[Sequence[int]]) -> Tensor:
+        path = torch.as_tensor(path, device=self.device)
+        if (
+            path.ndim != 2
+            or len(path) != step.rows
+            or not 1 <= path.shape[1] <= step.tokens
+            or path.is_floating_point()
+        ):
+            raise ValueError(
+                f"{where}: path must be [B, P] = [{step.rows}, 1 to {step.tokens}] in an integer dtype, "
+                f"padded with -1; got {checks.describe(path.shape, path.dtype)}."
+            )
+        path = path.to(torch.int64)
+        if self.device.type == "cpu" and step.parent is not None:
+            right = ring.is_path(step.parent, step.select(path), step.lengths)
+            if not bool(right.all()):
+                bad = int((~right).nonzero()[0])
+                raise ValueError(
+                    f"{where}: path must go from a root of the tree from parent to child; "
+                    f"got {step.select(path)[bad].tolist()} for slot {int(step.slots[bad])}, "
+                    f"whose parents are {step.parent[bad].tolist()}."
+                )
+        return path
 
     def _fold(self, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor) -> Tensor:
         fold = IMPLEMENTATIONS[self.implementation].fold

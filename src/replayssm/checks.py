@@ -3,7 +3,7 @@
 Checks run once, at the border, before anything is written, so a refused call leaves the state as it was.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -74,16 +74,16 @@ def slots(where: str, got: Tensor, pool: int, device: torch.device, padding: boo
     return got
 
 
-def counts(where: str, name: str, got: Tensor | int, rows: int, device: torch.device) -> Tensor:
+def counts(where: str, name: str, got: Tensor | Sequence[int] | int, rows: int, device: torch.device) -> Tensor:
     """A vector of token counts [rows], as int64; one number serves every row."""
-    got = torch.as_tensor(got, device=device)
-    if got.ndim == 0:
-        got = got.expand(rows)
-    if tuple(got.shape) != (rows,) or got.is_floating_point() or got.dtype == torch.bool:
+    values = torch.as_tensor(got, device=device)
+    if values.ndim == 0:
+        values = values.expand(rows)
+    if tuple(values.shape) != (rows,) or values.is_floating_point() or values.dtype == torch.bool:
         raise ValueError(
-            f"{where}: {name} must be [B] = [{rows}] in an integer dtype; got {describe(got.shape, got.dtype)}."
+            f"{where}: {name} must be [B] = [{rows}] in an integer dtype; got {describe(values.shape, values.dtype)}."
         )
-    return got.to(torch.int64)
+    return values.to(torch.int64)
 
 
 def within(where: str, name: str, got: Tensor, most: Tensor | int, slots: Tensor, why: str) -> None:

@@ -1,6 +1,6 @@
 """The short causal convolution in front of a recurrence, rolled back by the same step as the records.
 
-    y_i = silu( bias + sum_d weight[:, d] x_{i - (W-1) + d} )
+    y_i = silu( bias + sum_d weight[:, d] x_{i - (W-1) + d} )       a tree's node: its own W - 1 ancestors
 
 A slot keeps its newest W - 1 + max_tokens raw inputs in a ring of that length. A step writes its inputs behind the
 committed ones, over the oldest; commit and trim only move `conv_end`, so a rejected draft leaves no trace: the W - 1
@@ -39,9 +39,31 @@ def convolve(pool: Tensor, step: Step, x: Tensor, weight: Tensor, bias: Tensor |
         pool[slots.expand(B, T)[valid], place[:, W - 1 :][valid]] = x[valid]
     wide = torch.promote_types(x.dtype, torch.float32)
     kernel = weight.to(wide).t()  # [W, C]
-    y = window[:, :T].to(wide) * kernel[0]
+    if step.parent is None:
+        taps = [window[:, d : d + T] for d in range(W)]
+    else:
+        taps = _ancestor_taps(window, step.parent, W)
+    y = taps[0].to(wide) * kernel[0]
     for d in range(1, W):
-        y.addcmul_(window[:, d : d + T].to(wide), kernel[d])
+        y.addcmul_(taps[d].to(wide), kernel[d])
     if bias is not None:
         y += bias.to(wide)
     return F.silu(y, inplace=True).to(x.dtype)
+
+
+def _ancestor_taps(window: Tensor, parent: Tensor, W: int) -> list[Tensor]:
+    """The W inputs of every tree node, oldest first, each [B, T, C]: itself, its ancestors, then the committed inputs.
+
+    Args:
+        window: [B, W - 1 + T, C] committed inputs, then the step's.
+        parent: [B, T]
+    """
+    B, T = parent.shape
+    # the position before each one: committed inputs follow one another; a root (-1) follows the newest of them
+    before = torch.cat([torch.arange(-1, W - 2, device=parent.device).expand(B, -1), parent + W - 1], 1).clamp(min=0)
+    at = torch.arange(W - 1, W - 1 + T, device=parent.device).expand(B, T)
+    taps = []
+    for _ in range(W):
+        taps.append(window.gather(1, at[..., None].expand(-1, -1, window.shape[2])))
+        at = before.gather(1, at)
+    return taps[::-1]

@@ -1,6 +1,6 @@
 """Storage formats of the checkpoint: how a state is kept, and which part of it a token reads.
 
-A format is a block of named planes. `encode` turns a state into planes (at a flush), `update` turns planes back into the
+A format is a block of planes. `encode` turns a state into planes (at a flush), `update` turns planes back into the
 state that the next flush starts from, `read` turns planes into what tokens are answered from. Reading never touches the
 update value, so a coarse `read` costs output accuracy only and the state stays as good as `update(encode(state))`.
 

@@ -24,8 +24,11 @@ def read_reference(fmt: Format, layer: LayerState, step: Step, t: Tensor, c: Ten
 
 
 def read_torch(fmt: Format, layer: LayerState, step: Step, t: Tensor, c: Tensor) -> Tensor:
-    """y by batched products. The checkpoint is not copied: it is read in place where its plane is what the products take
-    and the slots follow one another, otherwise decoded a few rows at a time into memory that stays in the cache."""
+    """y by batched products, without a copy of the checkpoint.
+
+    It is read in place where its plane is what the products take and the slots follow one another, otherwise decoded a
+    few rows at a time into memory that stays in the processor's cache.
+    """
     B, H, T, K = t.shape
     y = c @ step.take(layer.ring.v).to(t.dtype)  # [B, H, T, V]
     planes = layer.checkpoint[: fmt.read_planes]

@@ -50,7 +50,7 @@ class Cursors(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the rules need to know of a cache: ring and convolution ring lengths, window, and the most that trim reaches."""
+    """What the rules need to know of a cache: lengths of both rings, the window, and the most that trim may reach."""
 
     ring: int
     conv: int
@@ -61,8 +61,8 @@ class Sizes(NamedTuple):
 def first_flush(slots: Tensor, window: int, staggered: bool) -> Tensor:
     """The number of records at which a fresh slot flushes first.
 
-    Staggered, neighbouring slots start at different counts, so that requests which begin together do not flush together;
-    from their first flush on every slot waits a whole window.
+    Staggered, neighbouring slots start at different counts, so that requests which begin together do not flush
+    together; from their first flush on every slot waits a whole window.
     """
     return window - slots % window if staggered else torch.full_like(slots, window)
 
@@ -121,7 +121,7 @@ def places(start: Tensor, first: Tensor, count: int, length: int) -> Tensor:
 
 
 def ages(start: Tensor, length: int) -> Tensor:
-    """Record number at every ring place (0 = oldest): [B] -> [B, length]. The inverse of `places(start, 0, length, length)`."""
+    """Record number at every ring place (0 = oldest): [B] -> [B, length]. Inverse of places(start, 0, length, length)."""
     return (torch.arange(length, device=start.device) - start[:, None]) % length
 
 
@@ -160,12 +160,12 @@ def ancestors(parent: Tensor) -> Tensor:
 class Step(NamedTuple):
     """One step of a model, made by ReplayCache.begin for all layers: which rows live and where their records go.
 
-    Rows that bring no token (padding, zero length) are left out: B counts the rows that are left, `index` says where they
-    were among the `rows` given.
+    Rows that bring no token (padding, zero length) are left out: B counts the rows that are left, `living` says where
+    they were among the `rows` given.
 
     Attributes:
         rows, tokens: sizes of the caller's tensors, [rows, tokens, ...].
-        index: [B] of the caller's rows, or None where all of them live.
+        living: [B] of the caller's rows, or None where all of them live.
         slots, lengths, start, committed, conv_end: [B]
         base: the first slot where slots are base, base + 1, ...; tensors are then read as views. None otherwise.
         given: [rows] the slots as the caller gave them.
@@ -173,11 +173,12 @@ class Step(NamedTuple):
         place: [B, T] ring place of every token's record.
         order: [B, R] ring place of every record, oldest first; age: [B, R] its inverse.
         sees: bool [B, T, R], by ring place: which records a token sees.
+        parent: [B, T] for a draft tree, None for a chain.
     """
 
     rows: int
     tokens: int
-    index: Tensor | None
+    living: Tensor | None
     slots: Tensor
     base: int | None
     given: Tensor
@@ -190,16 +191,22 @@ class Step(NamedTuple):
     order: Tensor
     age: Tensor
     sees: Tensor
+    parent: Tensor | None
+
+    @property
+    def kind(self) -> str:
+        """chain or tree."""
+        return "chain" if self.parent is None else "tree"
 
     def select(self, x: Tensor) -> Tensor:
         """The living rows of a caller's tensor: [rows, ...] -> [B, ...]."""
-        return x if self.index is None else x[self.index]
+        return x if self.living is None else x[self.living]
 
     def spread(self, x: Tensor) -> Tensor:
         """Back to the caller's rows, zero where no row lives: [B, ...] -> [rows, ...]."""
-        if self.index is None:
+        if self.living is None:
             return x
-        return x.new_zeros(self.rows, *x.shape[1:]).index_copy_(0, self.index, x)
+        return x.new_zeros(self.rows, *x.shape[1:]).index_copy_(0, self.living, x)
 
     def take(self, pool: Tensor) -> Tensor:
         """The living rows of a pool's tensor: [S, ...] -> [B, ...], a view where the slots follow one another."""
@@ -208,6 +215,15 @@ class Step(NamedTuple):
     def valid(self) -> Tensor:
         """Which tokens are real: bool [B, T]."""
         return torch.arange(self.tokens, device=self.lengths.device) < self.lengths[:, None]
+
+
+def is_path(parent: Tensor, path: Tensor, lengths: Tensor) -> Tensor:
+    """Which rows of path [B, P] (node indices, padded with -1) go from a root down, parent to child: bool [B]."""
+    inside = (path >= -1) & (path < lengths[:, None])
+    above = parent.gather(1, path.clamp(0, parent.shape[1] - 1))
+    before = torch.cat([torch.full_like(path[:, :1], -1), path[:, :-1]], 1)
+    follows = (above == before) & ((before >= 0) | (torch.arange(path.shape[1], device=path.device) == 0))
+    return (inside & (follows | (path == -1))).all(1)
 
 
 def consecutive(slots: Tensor) -> int | None:
@@ -225,8 +241,9 @@ class Records(NamedTuple):
         k: [S, G, R, K] and v: [S, H, R, V], activation dtype, as they left the convolution.
         g: [S, H, R, E] log decay and w: [S, H, R], fp32.
         norm: [S, G, R] fp32, 1 / |k| (delta rule), else [S, G, 0].
-        back: [S, H, R, R] fp32 (delta rule), else [S, H, 0, 0]: back[l, j] times record l's own score is what record j's
-            weight gains through l's correction. Written once with record l; zero where l does not see j. See gdn/math.md.
+        back: [S, H, R, R] fp32 (delta rule), else [S, H, 0, 0]: back[l, j] times record l's own score is what record
+            j's weight gains through l's correction. Written once with record l; zero where l does not see j.
+            Derivation in recurrences/gdn/math.md.
     """
 
     k: Tensor
@@ -238,7 +255,7 @@ class Records(NamedTuple):
 
 
 class LayerState(NamedTuple):
-    """All tensors of one layer: planes of the checkpoint [S, H, V, K], the ring, the convolution's inputs [S, W-1+T, C]."""
+    """All tensors of one layer: checkpoint planes [S, H, V, K], the ring, convolution inputs [S, W - 1 + T, C]."""
 
     checkpoint: tuple[Tensor, ...]
     ring: Records

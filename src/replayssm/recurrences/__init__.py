@@ -1,8 +1,8 @@
 """The recurrences that the library knows: one folder each, found by its name.
 
-A folder holds the record of the recurrence (`RECURRENCE` in its `__init__.py`, with its `Weights` and `gates`), the math
-(`math.md`) and the definition (`reference.py`: step, carry, fold). The batched implementation for CPUs serves all of them
-(`batched.py` beside this file).
+A folder holds the record of the recurrence (`RECURRENCE` in its `__init__.py`, with its `Weights` and `gates`), the
+math (`math.md`) and the definition (`reference.py`: step, carry, fold). `walked.py` runs the definitions on a cache;
+`batched.py` is the fast implementation for CPUs and serves all of them.
 """
 
 import importlib
@@ -32,10 +32,10 @@ class Recurrence(NamedTuple):
     Attributes:
         delta: A_t = Diag(a_t) (I - w_t k_t k_t^T); otherwise A_t = Diag(a_t). Keys and queries of the delta rule are
             L2-normalised, and queries scaled by K^-0.5, by the library.
-        channel_gate: a_t has one value per key channel; otherwise one per head. Inside the library g has a last dim E for
-            that, [..., H, E] with E = K or 1; callers give [..., H] where it is 1.
+        channel_gate: a_t has one value per key channel; otherwise one per head. Inside the library g has a last dim E
+            for that, [..., H, E] with E = K or 1; callers give [..., H] where it is 1.
         conv_order: how a layer's convolution output is laid out, e.g. "qkv".
-        weights: the NamedTuple of a layer's parameters that decode_layer takes.
+        weights: the NamedTuple class of a layer's parameters that decode_layer takes.
         gates: (raw_g, raw_w, weights) -> g, w in fp32.
         reference: the module with step, carry and fold.
     """
@@ -44,7 +44,7 @@ class Recurrence(NamedTuple):
     delta: bool
     channel_gate: bool
     conv_order: str
-    weights: type
+    weights: Any
     gates: Callable[[Tensor | None, Tensor, Any], tuple[Tensor, Tensor]]
     reference: ModuleType
 
@@ -91,7 +91,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def inverse_norm(k: Tensor, eps: float = 1e-6) -> Tensor:
-    """1 / sqrt(sum k^2 + eps) over the last dim: [..., K] -> [...]. The delta rule's normalisation (FLA's and the models')."""
+    """1 / sqrt(sum k^2 + eps) over the last dim: [..., K] -> [...]. The delta rule's norm, as in the models."""
     return torch.rsqrt(k.square().sum(-1) + eps)
 
 

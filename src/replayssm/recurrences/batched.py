@@ -3,7 +3,7 @@
 No walk and no solve. Scores of the whole ring are one product; decays are differences of running sums; the delta rule's
 corrections are one product with the ring's `back` rows, which grow by one row per token (derivation in gdn/math.md):
 
-    b_j = w_j exp(P_i - P_j) (k_j . q_i)        P: running sum of g along a token's path, in fp64 (differences of long sums)
+    b_j = w_j exp(P_i - P_j) (k_j . q_i)        P: running sum of g on a token's path, in fp64 (long sums differ)
     c   = b (I + back)                          mamba2: c = b
     t_i = exp(P_i) q_i - sum_j c_j exp(P_j) k_j mamba2: without the sum
 
@@ -81,7 +81,8 @@ def fold(
 ) -> Tensor:
     """The state of every slot after its first `counts` committed records: [n, H, V, K] in the compute dtype.
 
-    U = diag(w) (I + back) (V - exp(P) K S0^T) (delta rule) or diag(w) V, then S = exp(P_n) S0 + sum_j exp(P_n - P_j) u_j k_j^T.
+    U = diag(w) (I + back) (V - exp(P) K S0^T) (delta rule) or diag(w) V,
+    then S = exp(P_n) S0 + sum_j exp(P_n - P_j) u_j k_j^T.
     """
     records = layer.ring
     H, R, E = records.g.shape[1:]

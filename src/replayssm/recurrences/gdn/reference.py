@@ -1,4 +1,4 @@
-"""The gated delta rule, by definition: the plain step, the carried query, and the fold, in whatever precision the inputs have.
+"""The gated delta rule, by definition: plain step, carried query and fold, in whatever precision the inputs have.
 
 Queries and keys come L2-normalised. Letters as everywhere: B rows, T tokens, N records (oldest first), G key groups,
 H value heads, K key dim, V value dim, E gates per

@@ -1,4 +1,7 @@
-"""Kimi Delta Attention: S_t = S_{t-1} Diag(a_t) (I - w_t k_t k_t^T) + w_t v_t k_t^T, one decay per key channel. Math in math.md."""
+"""Kimi Delta Attention: S_t = S_{t-1} Diag(a_t) (I - w_t k_t k_t^T) + w_t v_t k_t^T, a decay per key channel.
+
+Math in math.md.
+"""
 
 from typing import NamedTuple
 
@@ -17,8 +20,8 @@ class Weights(NamedTuple):
         conv_bias: [C] or None.
         A_log: [H]
         dt_bias: [H, K] or [H * K]
-        lower_bound: None for the gate -exp(A_log) softplus(x); a negative number for lower_bound * sigmoid(exp(A_log) x).
-            Comes from the model's config.
+        lower_bound: None for the gate -exp(A_log) softplus(x); a negative number for
+            lower_bound * sigmoid(exp(A_log) x). Comes from the model's config.
         beta_scale: 2.0 where the model lets I - beta k k^T have negative eigenvalues, 1.0 otherwise.
     """
 

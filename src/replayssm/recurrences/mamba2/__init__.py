@@ -30,9 +30,9 @@ class Weights(NamedTuple):
 
 
 def gates(raw_g: Tensor | None, raw_w: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-    """w = dt = clamp(softplus(raw_w + dt_bias), dt_limit) and g = -exp(A_log) dt, both [B, T, H] in fp32. raw_g is unused.
+    """w = dt = clamp(softplus(raw_w + dt_bias), dt_limit) and g = -exp(A_log) dt, both [B, T, H] in fp32.
 
-    softplus is the identity above 20, as in the model's own code.
+    raw_g is unused. softplus is the identity above 20, as in the model's own code.
     """
     raw = wide(raw_w)
     if weights.dt_bias is not None:

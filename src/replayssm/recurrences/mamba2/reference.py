@@ -1,4 +1,4 @@
-"""Mamba-2, by definition: the plain step, the carried query, and the fold, in whatever precision the inputs have.
+"""Mamba-2, by definition: plain step, carried query and fold, in whatever precision the inputs have.
 
 Letters as everywhere: B rows, T tokens, N records (oldest first), G key groups, H value heads, K key dim, V value dim.
 """
