@@ -1,0 +1,1 @@
+"""Hosts that decode with the replayed cache: names translated, one call; no math and no cursors here."""
