@@ -3,8 +3,9 @@
 1. The host decodes greedily; its tokens and its log-probabilities are the reference.
 2. Each replayed cache is fed exactly those tokens, and its log-probabilities are compared at every step (teacher
    forcing). Tokens chosen freely would part at the first tie and then say nothing.
-3. Both decode freely, taking turns, and are timed: prefill excluded, flushes included. Every row decodes the same
-   number of tokens, past the end of its answer, so that a batch stays a batch.
+3. The caches take turns, each then decoding freely, which gives its own answers. All runs are timed, prefill excluded
+   and flushes included, and the fastest counts. Every row decodes the same number of tokens, past the end of its
+   answer, so that a batch stays a batch.
 
 State traffic is counted, not measured. The host reads every state element once and writes it once per token, in the
 dtype it keeps it in (fp32), and does the same with its convolution window. The replayed cache's figures are its own
@@ -18,11 +19,10 @@ import json
 import platform
 import re
 import shlex
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -72,7 +72,7 @@ class Row:
 @dataclass(frozen=True)
 class Comparison:
     rows: list[Row]
-    example: tuple[Problem, str] | None  # a problem, and what the last cache of the list wrote for it
+    example: tuple[Problem, str] | None  # a problem, and what the first replayed cache wrote for it
 
 
 # --- models and problems ----------------------------------------------------------------------------------------------
@@ -150,23 +150,22 @@ def final_number(text: str) -> str | None:
 
 
 class _Watch:
-    """A logits processor that times every step of `generate`.
+    """A logits processor that times every step of `generate` and keeps its logits.
 
-    With `record`, keeps log-probabilities; with `force` [B, n], feeds those tokens whatever the model would choose.
+    With `force` [B, n], it feeds those tokens, whatever the model would choose.
     """
 
-    def __init__(self, record: bool = False, force: torch.Tensor | None = None) -> None:
+    def __init__(self, force: torch.Tensor | None = None) -> None:
         self.times: list[float] = []
-        self.logprobs: list[torch.Tensor] = []  # per step [B, vocabulary]
-        self.record, self.force = record, force
+        self.logits: list[torch.Tensor] = []  # per step [B, vocabulary]
+        self.force = force
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if scores.is_cuda:
             torch.cuda.synchronize(scores.device)
         step = len(self.times)
         self.times.append(time.perf_counter())
-        if self.record:
-            self.logprobs.append(scores.float().log_softmax(-1).cpu())
+        self.logits.append(scores.clone())
         if self.force is None:
             return scores
         return torch.full_like(scores, float("-inf")).scatter_(1, self.force[:, step, None], 0.0)
@@ -175,6 +174,10 @@ class _Watch:
     def decode_seconds(self) -> float:
         """From the first new token, which prefill gave, to the last."""
         return self.times[-1] - self.times[0]
+
+    def logprobs(self) -> Iterator[torch.Tensor]:
+        """Of every token after the first: [B, vocabulary] each."""
+        return (logits.float().log_softmax(-1) for logits in self.logits[1:])
 
 
 def _generate(model: PreTrainedModel, inputs: Any, new_tokens: int, watch: _Watch) -> tuple[torch.Tensor, Any]:
@@ -205,10 +208,11 @@ def _host_state_bytes(cache: Any) -> tuple[int, int]:
 
 @dataclass
 class _Tally:
-    """Sums over the batches of one cache."""
+    """What one cache did, summed over the batches."""
 
     format: str
-    seconds: list[float]
+    fastest: float = 0.0  # decoding the newest batch, seconds
+    seconds: float = 0.0  # decoding every batch, each at its fastest
     read: float = 0.0
     written: float = 0.0
     memory: int = 0
@@ -216,6 +220,15 @@ class _Tally:
     equal: int = 0
     compared: int = 0
     right: int = 0
+
+    def count_right(
+        self, problems: Sequence[Problem], tokens: torch.Tensor, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
+    ) -> list[str]:
+        """Add the right answers among a batch's new tokens [B, n]; the answers as text."""
+        texts = [_answer_text(tokenizer, row.tolist(), ends) for row in tokens]
+        for problem, text in zip(problems, texts, strict=True):
+            self.right += problem.answer is not None and final_number(text) == final_number(problem.answer)
+        return texts
 
 
 def compare(
@@ -240,14 +253,14 @@ def compare(
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = tokenizer.pad_token_id
 
-    own = _Tally("fp32", [])
-    replays = [_Tally(name, []) for name in formats]
+    own = _Tally("fp32")
+    replays = [_Tally(name) for name in formats]
     example = None
     done = 0
 
-    def run(tally: _Tally, doing: str, inputs: dict[str, torch.Tensor], watch: _Watch) -> tuple[torch.Tensor, Any]:
+    def run(tally: _Tally, inputs: dict[str, torch.Tensor], watch: _Watch) -> tuple[torch.Tensor, Any]:
         nonlocal done
-        advance(f"{'host' if tally is own else tally.format}, {doing}", done)
+        advance("host cache" if tally is own else f"replayed, {tally.format}", done)
         if tally is not own:
             enable(model, window=window, format=tally.format)
         try:
@@ -260,35 +273,40 @@ def compare(
         some = problems[first : first + batch]
         inputs = host.inputs([problem.prompt for problem in some])
 
-        reference = _Watch(record=True)
-        tokens, cache = run(own, "reference", inputs, reference)
+        reference = _Watch()
+        tokens, cache = run(own, inputs, reference)
+        own.fastest = reference.decode_seconds
+        own.count_right(some, tokens, tokenizer, ends)
         state, conv = _host_state_bytes(cache)
         own.read = own.written = (state + conv) / len(some)
         own.memory = (state + conv) // len(some)
 
         for tally in replays:
-            forced = _Watch(record=True, force=tokens)
-            _, cache = run(tally, "teacher-forced", inputs, forced)
+            forced = _Watch(force=tokens)
+            _, cache = run(tally, inputs, forced)
+            tally.fastest = forced.decode_seconds
             replayed = replay_cache(cache)
             if replayed is None:
                 raise RuntimeError(f"{host.name}: generate ran without a replayed cache although it was enabled")
             traffic = replayed.bytes_per_token()
             tally.read, tally.written = traffic.read, traffic.written
-            tally.memory = replayed.nbytes.total // len(replayed.num_committed)
-            for ours, theirs in zip(forced.logprobs[1:], reference.logprobs[1:], strict=True):  # step 0 is prefill
+            tally.memory = replayed.nbytes.total // replayed.num_slots
+            for ours, theirs in zip(forced.logprobs(), reference.logprobs(), strict=True):
                 tally.difference = max(tally.difference, float((ours - theirs).abs().max()))
                 tally.equal += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
                 tally.compared += len(some)
 
-        for repeat in range(repeats):
+        for repeat in range(1, repeats):
             for tally in [own, *replays]:
                 watch = _Watch()
-                chosen, _ = run(tally, "timed", inputs, watch)
-                tally.seconds.append(watch.decode_seconds / (len(some) * (new_tokens - 1)))
-                if repeat == 0:
-                    texts = [_answer_text(tokenizer, row.tolist(), ends) for row in chosen]
-                    tally.right += sum(map(_is_right, some, texts))
-                    example = (some[0], texts[0]) if first == 0 else example
+                tokens, _ = run(tally, inputs, watch)
+                tally.fastest = min(tally.fastest, watch.decode_seconds)
+                if repeat == 1 and tally is not own:
+                    texts = tally.count_right(some, tokens, tokenizer, ends)
+                    example = example or (some[0], texts[0])
+
+        for tally in [own, *replays]:
+            tally.seconds += tally.fastest
 
     answers = sum(problem.answer is not None for problem in problems)
 
@@ -304,7 +322,7 @@ def compare(
             batch=min(batch, len(problems)),
             problems=len(problems),
             new_tokens=new_tokens,
-            tokens_per_second=1 / statistics.median(tally.seconds),
+            tokens_per_second=len(problems) * (new_tokens - 1) / tally.seconds,
             state_bytes_read_per_token=tally.read,
             state_bytes_written_per_token=tally.written,
             state_memory_bytes=tally.memory,
@@ -318,13 +336,9 @@ def compare(
     return Comparison([row(tally) for tally in [own, *replays]], example)
 
 
-def _is_right(problem: Problem, text: str) -> bool:
-    return problem.answer is not None and final_number(text) == final_number(problem.answer)
-
-
 def passes(problems: int, *, formats: int, batch: int, repeats: int) -> int:
     """How often `compare` calls `advance` for one model."""
-    return -(-problems // batch) * (1 + formats + repeats * (1 + formats))
+    return -(-problems // batch) * repeats * (1 + formats)
 
 
 def _answer_text(tokenizer: PreTrainedTokenizerBase, tokens: list[int], ends: Sequence[int]) -> str:
@@ -339,7 +353,7 @@ def _answer_text(tokenizer: PreTrainedTokenizerBase, tokens: list[int], ends: Se
 
 def provenance() -> dict[str, Any]:
     """What a figure needs beside it to be repeated."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in ("replayssm", "torch", "transformers", "triton"):
         try:
             versions[name] = version(name)
@@ -389,7 +403,7 @@ def label(row: Row) -> str:
 
 def write_plot(path: Path, rows: Sequence[Row]) -> None:
     """Four panels: speed, state traffic, state memory, difference of log-probabilities; one group of bars per model."""
-    import matplotlib
+    import matplotlib.ticker
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -403,40 +417,47 @@ def write_plot(path: Path, rows: Sequence[Row]) -> None:
     figure, axes = plt.subplots(2, 2, figsize=(12, 2.6 + 0.42 * len(models) * len(labels) * 2), layout="constrained")
 
     def panel(
-        ax: Any, title: str, unit: str, value: Callable[[Row], float | None], text: Callable[[float], str]
+        ax: Any, title: str, unit: str, values: Callable[[Row], list[float]], text: str, floor: float | None = None
     ) -> None:
-        largest = max((value(row) or 0.0 for row in rows), default=0.0)
+        """Bars of `values`, stacked, the first solid; on a log axis from `floor` where there is one."""
         for row in rows:
-            size = value(row)
-            if size is None:
+            parts = values(row)
+            if not parts:
                 continue
             y = models.index(row.model) + height * (labels.index(label(row)) - (len(labels) - 1) / 2)
-            ax.barh(y, size, height * 0.92, color=colours[label(row)])
-            ax.annotate(text(size), (size, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+            for i, part in enumerate(parts):
+                ax.barh(y, part, height * 0.92, left=sum(parts[:i]), color=colours[label(row)], alpha=0.5 if i else 1.0)
+            end = max(sum(parts), floor or 0.0)
+            ax.annotate(text.format(sum(parts)), (end, y), (4, 0), textcoords="offset points", va="center", fontsize=9)
+        largest = max(sum(values(row)) for row in rows)
+        if floor is None:
+            ax.set_xlim(0, largest * 1.2)
+            ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5))
+        else:
+            ax.set_xscale("log")
+            ax.set_xlim(floor, max(largest, floor) * 30)
         ax.set_title(title, loc="left", fontsize=11)
         ax.set_xlabel(unit)
         ax.set_yticks(range(len(models)), models)
-        ax.set_xlim(0, largest * 1.2 or 1.0)
-        ax.invert_yaxis()
+        ax.set_ylim(len(models) - 0.5, -0.5)
         ax.spines[["top", "right"]].set_visible(False)
 
-    panel(
-        axes[0, 0], "Speed (higher is better)", "tokens/s, whole batch", lambda r: r.tokens_per_second, "{:,.0f}".format
-    )
+    panel(axes[0, 0], "Speed (higher is better)", "tokens/s, whole batch", lambda r: [r.tokens_per_second], "{:,.0f}")
     panel(
         axes[0, 1],
-        "State read + written (lower is better)",
+        "State read (solid) and written (pale), lower is better",
         "kB per token and row",
-        lambda r: (r.state_bytes_read_per_token + r.state_bytes_written_per_token) / 1e3,
-        "{:,.0f}".format,
+        lambda r: [r.state_bytes_read_per_token / 1e3, r.state_bytes_written_per_token / 1e3],
+        "{:,.0f}",
     )
-    panel(axes[1, 0], "State memory", "kB per row", lambda r: r.state_memory_bytes / 1e3, "{:,.0f}".format)
+    panel(axes[1, 0], "State memory", "kB per row", lambda r: [r.state_memory_bytes / 1e3], "{:,.0f}")
     panel(
         axes[1, 1],
         "Largest difference from the host's log-probabilities",
-        "nats, teacher-forced",
-        lambda r: r.max_logprob_difference,
-        "{:.1e}".format,
+        "nats, same tokens fed to both (log scale)",
+        lambda r: [] if r.max_logprob_difference is None else [r.max_logprob_difference],
+        "{:.1e}",
+        floor=1e-8,
     )
     row = rows[0]
     figure.suptitle(f"batch {row.batch}, {row.new_tokens} new tokens per row, {provenance()['device']}", fontsize=11)
