@@ -26,8 +26,12 @@ WINDOW = 4
 
 @pytest.fixture(autouse=True)
 def _no_gradients() -> Iterator[None]:
+    """And one thread: these tensors are too small to share."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with torch.inference_mode():
         yield
+    torch.set_num_threads(threads)
 
 
 @contextmanager
@@ -237,11 +241,11 @@ def test_several_tokens_at_once_equal_one_by_one(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_long_continuation_of_a_decoded_cache(family: str) -> None:
     """A second prompt behind generated tokens: more than max_tokens, nothing padded, so the host runs it."""
-    model, ids = make(family), tokens(2, 24)
-    want, host_cache = run(model, ids, steps(5, 24))
+    model, ids, mask = make(family), tokens(2, 24), left_padded(2, 24)
+    want, host_cache = run(model, ids, steps(5, 24), mask)
     with replayed(model):
-        got, cache = run(model, ids, [5, 1, 1, 1, 1, 1, 1, 9, 1, 1, 1, 1])
-    assert (got - want).abs().max() <= CLOSE
+        got, cache = run(model, ids, [5, 1, 1, 1, 1, 1, 1, 9, 1, 1, 1, 1], mask)
+    assert (got - want)[mask.bool()].abs().max() <= CLOSE
     assert_same_states(cache, host_cache)
 
 
@@ -255,7 +259,7 @@ def _mixed_mask(columns: int, side: str) -> Tensor:
 
 @pytest.mark.parametrize(
     ("family", "side", "max_tokens"),
-    [(family, "left", 1) for family in FAMILIES]
+    [(family, "left", 1) for family in FAMILIES if family != "glm5_next"]  # its attention sees padding in its past
     + [*itertools.product(SHAPES, ["right"], [2]), *itertools.product(SHAPES, ["around"], [8])],
 )
 def test_mixed_rows_equal_each_row_by_itself(family: str, side: str, max_tokens: int) -> None:
@@ -430,6 +434,13 @@ def test_only_the_instance_is_hooked() -> None:
         assert sum("forward" in module.__dict__ for module in model.modules()) == 3  # two mixers and the decoder
     assert {name: module.__dict__.get("forward") for name, module in model.named_modules()} == before
     assert "_is_stateful" not in model.__dict__
+
+
+def test_model_moved_after_enable_keeps_records_in_its_new_dtype() -> None:
+    model, ids = make("qwen3_5_text"), tokens(1, 8)
+    with replayed(model):
+        _, cache = run(model.to(torch.bfloat16), ids, steps(4, 8))
+    assert replay_cache(cache).dtype == torch.bfloat16
 
 
 def test_copied_model_runs_its_own_weights() -> None:

@@ -6,7 +6,7 @@ would make every decay forget at once; here decays near 1 and near 0 both occur.
 """
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 VOCAB = 83
 _COMMON = {
@@ -63,6 +63,17 @@ CONFIGS = {
         "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "moe_intermediate_size": 32,
         "num_local_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
     },
+    "glm5_next": {
+        "text_config": _COMMON | _ATTENTION_LAST | {
+            "num_key_value_heads": 4, "linear_head_dim": 32, "linear_num_heads": 3, "kv_lora_rank": 16,
+            "q_lora_rank": 16, "v_head_dim": 16, "qk_nope_head_dim": 16, "moe_intermediate_size": 32,
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse", "dense"],
+            "index_topk": 64, "index_head_dim": 16, "index_n_heads": 2, "index_kpool": 4,
+        },
+        "vision_config": {
+            "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64,
+        },
+    },
 }  # fmt: skip
 FAMILIES = tuple(CONFIGS)
 
@@ -71,7 +82,8 @@ def make(model_type: str, dtype: torch.dtype = torch.float32, **options: object)
     """A tiny model in eval mode, the same on every call; options override its config."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **(CONFIGS[model_type] | options))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    kind = AutoModelForImageTextToText if "vision_config" in CONFIGS[model_type] else AutoModelForCausalLM
+    model = kind.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             last = name.rsplit(".", 1)[-1]

@@ -160,10 +160,16 @@ def _recipe(
         window=window,
         max_tokens=max_tokens,
         format=format,
-        dtype=decoder.dtype,
         staggered=staggered,
+        dtype=decoder.dtype,
         device=devices.pop(),
     )
+
+
+def _placed(recipe: Recipe, decoder: Any) -> Recipe:
+    """The recipe for where the model is now: it may have been moved since enable."""
+    parameter = next(decoder.layers[recipe.layer_indices[0]].parameters())
+    return recipe._replace(dtype=decoder.dtype, device=parameter.device)
 
 
 def _hook(module: nn.Module, forward: Callable[..., Any], hook: MixerHook | DecoderHook) -> None:
@@ -209,7 +215,8 @@ def _decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     cache = call[name]
     inputs = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
     batch, tokens = inputs.shape[:2]
-    rows = adopt(cache, hook.recipe, batch)
+    rows = rows_of(cache) or adopt(cache, _placed(hook.recipe, self))
+    rows.require(batch)
     valid = _valid(call.get("attention_mask"), tokens)
     recording = cache.layers[rows.recipe.layer_indices[0]].record_past
     pieces = _pieces(tokens, rows.cache is not None, rows.recipe.max_tokens, recording, valid)

@@ -163,8 +163,9 @@ MIXERS = {
     "Qwen3NextGatedDeltaNet": QWEN3_NEXT,
     "OlmoHybridGatedDeltaNet": OLMO_HYBRID,
     "KimiLinearDeltaAttention": KDA,
+    "Glm5NextTextLinearAttention": KDA,
 }
 MODEL_TYPES = (
-    "bamba, falcon_h1, granitemoehybrid, kimi_linear, mamba2, nemotron_h, olmo_hybrid, qwen3_5, qwen3_5_moe, "
-    "qwen3_next, zamba2"
+    "bamba, falcon_h1, glm5_next, granitemoehybrid, kimi_linear, mamba2, nemotron_h, olmo_hybrid, qwen3_5, "
+    "qwen3_5_moe, qwen3_next, zamba2"
 )

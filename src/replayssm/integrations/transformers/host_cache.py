@@ -44,8 +44,8 @@ class Recipe(NamedTuple):
     window: int
     max_tokens: int
     format: str
-    dtype: torch.dtype
     staggered: bool
+    dtype: torch.dtype
     device: torch.device
 
     def cache(self, rows: int) -> ReplayCache:
@@ -107,6 +107,14 @@ class Rows:
         if self.cache is None:
             self._allocate(len(state))
         self.cache.load(index, self.slots, self.recipe.turned(state).float(), window)
+
+    def require(self, batch: int) -> None:
+        """Refuse a forward of another number of rows."""
+        if self.slots is not None and len(self.slots) != batch:
+            raise ValueError(
+                f"replayssm: the cache holds {len(self.slots)} rows and the input brings {batch}: use "
+                "cache.batch_repeat_interleave or cache.batch_select_indices first."
+            )
 
     def take(self, rows: Tensor) -> None:
         """The batch becomes these of its rows, in this order; rows may repeat or be missing."""
@@ -302,28 +310,15 @@ def open_for_host(cache: Cache, rows: Rows) -> None:
             layer.window = rows.cache.conv_window(layer.index, rows.slots)
 
 
-def adopt(cache: Cache, recipe: Recipe, batch: int) -> Rows:
-    """Replace the recurrent layers of this cache, with what states they hold, unless that was done before.
+def adopt(cache: Cache, recipe: Recipe) -> Rows:
+    """Replace the recurrent layers of a host cache, with what states they hold.
 
     Raises:
-        ValueError: the cache is of another kind or was filled with another number of rows.
+        ValueError: the cache is of another kind.
     """
-    rows = rows_of(cache)
-    if rows is None:
-        rows = Rows(recipe)
-        _replace_layers(cache, rows)
-    if rows.slots is not None and len(rows.slots) != batch:
-        raise ValueError(
-            f"replayssm: the cache holds {len(rows.slots)} rows and the input brings {batch}: use "
-            "cache.batch_repeat_interleave or cache.batch_select_indices first."
-        )
-    return rows
-
-
-def _replace_layers(cache: Cache, rows: Rows) -> None:
     kinds = {LinearAttentionLayer: ReplayLayer, LinearAttentionAndFullAttentionLayer: ReplayHybridLayer}
     layers = list(getattr(cache, "layers", ()))
-    hosts: list[Any] = [layers[i] if i < len(layers) else None for i in rows.recipe.layer_indices]
+    hosts: list[Any] = [layers[i] if i < len(layers) else None for i in recipe.layer_indices]
     if isinstance(cache, StaticCache) or any(type(host) not in kinds for host in hosts):
         got = f"{type(cache).__name__} of " + (
             ", ".join(sorted({type(layer).__name__ for layer in layers})) or "no layers"
@@ -332,7 +327,8 @@ def _replace_layers(cache: Cache, rows: Rows) -> None:
             f"replayssm: the cache must be a DynamicCache(config=model.config); got {got}. Leave cache_implementation "
             "at its default."
         )
-    for index, (i, host) in enumerate(zip(rows.recipe.layer_indices, hosts, strict=True)):
+    rows = Rows(recipe)
+    for index, (i, host) in enumerate(zip(recipe.layer_indices, hosts, strict=True)):
         layer = kinds[type(host)](rows, index)
         layer.record_past = host.record_past
         if isinstance(layer, DynamicLayer) and host.is_initialized:
@@ -343,6 +339,7 @@ def _replace_layers(cache: Cache, rows: Rows) -> None:
             layer.update_recurrent_state(host.recurrent_states[0])
         cache.layers[i] = layer
     for i, layer in enumerate(layers):
-        if type(layer) is LinearAttentionLayer and i not in rows.recipe.layer_indices:
+        if type(layer) is LinearAttentionLayer and i not in recipe.layer_indices:
             cache.layers[i] = Placeholder()
     cache.crop = MethodType(_crop, cache)
+    return rows
