@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from replayssm import checks, conv, read
@@ -57,9 +56,7 @@ def decode(cache: ReplayCache, layer: int, step: Step, q: Tensor, k: Tensor, v: 
     _append(cache, state.ring, step, k, v, g if recurrence.channel_gate else g[..., None], w, norm)
     t, c = IMPLEMENTATIONS[cache.implementation].carry(recurrence, state.ring, step, q)
     y = _READ[cache.implementation](cache.format, state, step, t, c).transpose(1, 2).to(cache.dtype)
-    if not step.whole:
-        y = torch.where(step.valid()[..., None, None], y, 0)
-    return step.spread(y)
+    return step.spread(step.zero_padding(y))
 
 
 def convolve(
@@ -73,7 +70,7 @@ def convolve(
         bias: [C] or None.
 
     Returns:
-        [B, T, C], zero for rows that are padding.
+        [B, T, C], zero for rows and tokens that are padding.
 
     Raises:
         ValueError: a shape, dtype or device that is not the cache's. Nothing changes.
@@ -87,7 +84,7 @@ def convolve(
     if bias is not None:
         checks.tensor(where, "bias", bias, "[C]", (C,), None, cache.device)
     pool = cache._layer(where, layer).conv
-    return step.spread(conv.convolve(pool, step, step.select(x), weight, bias))
+    return step.spread(step.zero_padding(conv.convolve(pool, step, step.select(x), weight, bias)))
 
 
 def decode_layer(
@@ -134,8 +131,6 @@ def _append(
     not finite) never meets a zero weight.
     """
     fields = {"k": k, "v": v, "g": g, "w": w} | ({} if norm is None else {"norm": norm})
-    valid = None if step.whole else step.valid()
     for name, x in fields.items():
-        if valid is not None:
-            x = torch.where(valid[(..., *[None] * (x.ndim - 2))], x, 0)
-        getattr(records, name)[step.slots[:, None], :, step.place] = x.to(getattr(records, name).dtype)
+        pool = getattr(records, name)
+        pool[step.slots[:, None], :, step.place] = step.zero_padding(x).to(pool.dtype)

@@ -8,9 +8,9 @@ inputs before every possible `conv_end` are still there.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from replayssm.recurrences import sigmoid
 from replayssm.ring import Step
 
 
@@ -45,10 +45,12 @@ def convolve(pool: Tensor, step: Step, x: Tensor, weight: Tensor, bias: Tensor |
         taps = _ancestor_taps(window, step.parent, W)
     y = taps[0].to(wide) * kernel[0]
     for d in range(1, W):
-        y.addcmul_(taps[d].to(wide), kernel[d])
+        y += (
+            taps[d].to(wide) * kernel[d]
+        )  # not addcmul: it fuses or not by layout, so a row would depend on its neighbours
     if bias is not None:
         y += bias.to(wide)
-    return F.silu(y, inplace=True).to(x.dtype)
+    return (y * sigmoid(y)).to(x.dtype)
 
 
 def _ancestor_taps(window: Tensor, parent: Tensor, W: int) -> list[Tensor]:

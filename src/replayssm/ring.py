@@ -121,7 +121,7 @@ def places(start: Tensor, first: Tensor, count: int, length: int) -> Tensor:
 
 
 def ages(start: Tensor, length: int) -> Tensor:
-    """Record number at every ring place (0 = oldest): [B] -> [B, length]. Inverse of places(start, 0, length, length)."""
+    """Record number at every ring place (0 = oldest): [B] -> [B, length]. Inverse of places(start, 0, ...)."""
     return (torch.arange(length, device=start.device) - start[:, None]) % length
 
 
@@ -215,6 +215,10 @@ class Step(NamedTuple):
     def valid(self) -> Tensor:
         """Which tokens are real: bool [B, T]."""
         return torch.arange(self.tokens, device=self.lengths.device) < self.lengths[:, None]
+
+    def zero_padding(self, x: Tensor) -> Tensor:
+        """Zero the tokens beyond every row's length: [B, T, ...]."""
+        return x if self.whole else torch.where(self.valid()[(..., *[None] * (x.ndim - 2))], x, 0)
 
 
 def is_path(parent: Tensor, path: Tensor, lengths: Tensor) -> Tensor:

@@ -90,6 +90,16 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)). PyTorch's own rounds by an element's place in the tensor: rows would depend on the batch."""
+    return 1 / (1 + torch.exp(-x))
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), the identity above 20 as in the models; never overflows. Own for the same reason as sigmoid."""
+    return torch.where(x > 20, x, torch.log1p(torch.exp(x.clamp(max=20))))
+
+
 def inverse_norm(k: Tensor, eps: float = 1e-6) -> Tensor:
     """1 / sqrt(sum k^2 + eps) over the last dim: [..., K] -> [...]. The delta rule's norm, as in the models."""
     return torch.rsqrt(k.square().sum(-1) + eps)

@@ -2,10 +2,9 @@
 
 from typing import NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from replayssm.recurrences import Recurrence, wide
+from replayssm.recurrences import Recurrence, sigmoid, softplus, wide
 from replayssm.recurrences.gdn import reference
 
 
@@ -30,8 +29,8 @@ def gates(raw_g: Tensor | None, raw_w: Tensor, weights: Weights) -> tuple[Tensor
     """g = -exp(A_log) softplus(raw_g + dt_bias) and w = beta = beta_scale sigmoid(raw_w), both [B, T, H] in fp32."""
     if raw_g is None:
         raise ValueError("gdn.gates: raw_g must be the layer's gate projection (a) [B, T, H]; got None.")
-    step = F.softplus(wide(raw_g) + wide(weights.dt_bias), threshold=20.0)
-    return -wide(weights.A_log).exp() * step, weights.beta_scale * wide(raw_w).sigmoid()
+    step = softplus(wide(raw_g) + wide(weights.dt_bias))
+    return -wide(weights.A_log).exp() * step, weights.beta_scale * sigmoid(wide(raw_w))
 
 
 RECURRENCE = Recurrence(

@@ -5,10 +5,9 @@ Math in math.md.
 
 from typing import NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from replayssm.recurrences import Recurrence, wide
+from replayssm.recurrences import Recurrence, sigmoid, softplus, wide
 from replayssm.recurrences.kda import reference
 
 
@@ -40,10 +39,10 @@ def gates(raw_g: Tensor | None, raw_w: Tensor, weights: Weights) -> tuple[Tensor
     x = wide(raw_g) + wide(weights.dt_bias).view(raw_g.shape[-2:])
     rate = wide(weights.A_log).exp().view(-1, 1)
     if weights.lower_bound is None:
-        g = -rate * F.softplus(x, threshold=20.0)
+        g = -rate * softplus(x)
     else:
-        g = weights.lower_bound * (rate * x).sigmoid()
-    return g, weights.beta_scale * wide(raw_w).sigmoid()
+        g = weights.lower_bound * sigmoid(rate * x)
+    return g, weights.beta_scale * sigmoid(wide(raw_w))
 
 
 RECURRENCE = Recurrence(

@@ -2,10 +2,9 @@
 
 from typing import NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from replayssm.recurrences import Recurrence, wide
+from replayssm.recurrences import Recurrence, softplus, wide
 from replayssm.recurrences.mamba2 import reference
 
 
@@ -37,7 +36,7 @@ def gates(raw_g: Tensor | None, raw_w: Tensor, weights: Weights) -> tuple[Tensor
     raw = wide(raw_w)
     if weights.dt_bias is not None:
         raw = raw + wide(weights.dt_bias)
-    dt = F.softplus(raw, threshold=20.0).clamp(*weights.dt_limit)
+    dt = softplus(raw).clamp(*weights.dt_limit)
     return -wide(weights.A_log).exp() * dt, dt
 
 
