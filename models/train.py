@@ -11,30 +11,35 @@ rest with AdamW; the learning rate follows the wall clock, so a run ends when it
 Dtypes: fp32 weights and residual stream, bf16 matrix products, fp32 (TF32 products) recurrences. The exported
 weights are rounded to bf16 and evaluated after rounding, in fp32.
 
-Commands (README.md has the exact ones): tokenizer, train, evaluate, sample, curve.
+Commands: tokenizer, train, evaluate, stream, write-heldout, init, curve. README.md has the exact lines.
 """
 
 import hashlib
 import json
 import math
+import os
+import platform
+import sys
 import time
 from datetime import date
 from pathlib import Path
+from random import Random
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 import transformers
 import typer
 from reasoning_gym.arithmetic.gsm_symbolic.gsm_symbolic import GSMSymbolicDataset, GSMSymbolicDatasetConfig
+from solutions import PLANS, solve
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from solutions import solve
-
 HERE = Path(__file__).parent
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the data workers are forks
 SUFFIX = " Give the result as your final answer. Do not include units."
 QUESTION_WEIGHT = 0.2  # loss weight of question tokens; their names and numbers cannot be predicted
 PAD, EOS, END = "<pad>", "<eos>", "\n\n"  # END closes every problem and is one token
@@ -78,31 +83,43 @@ def heldout() -> tuple[list[Problem], list[list[Problem]]]:
 
 
 class Streams(IterableDataset):
-    """Endless (ids [T+1], weights [T+1]) sequences of fresh problems, none of which is held out."""
+    """Endless (ids [T+1], weights [T+1]) sequences of fresh problems, none of which is held out.
+
+    Three in four sequences repeat no template within APART problems, so that a model which invents its next problem
+    greedily moves on instead of copying the last one; in the others templates are independent.
+    """
+
+    APART, INDEPENDENT = 40, 0.25
 
     def __init__(self, folder: Path, length: int, seed: int):
         self.folder, self.length, self.seed = folder, length, seed
 
     def __iter__(self):
         torch.set_num_threads(1)
+        worker, workers = get_worker_info().id, get_worker_info().num_workers
         tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         alone, streams = heldout()
         banned = {p.key for p in alone} | {p.key for s in streams for p in s}
-        worker, workers = get_worker_info().id, get_worker_info().num_workers
-        ids, weights, block = [], [], worker
+        rng, block, pool = Random(1000 * self.seed + worker), worker, {template: [] for template in PLANS}
         while True:
-            found = problems(TRAIN_SEED * (1 + self.seed) + block * BLOCK, BLOCK)
-            block += workers
-            found = [p for p in found if p.key not in banned]
-            prompts = tokenizer.encode_batch_fast([p.prompt for p in found])
-            completions = tokenizer.encode_batch_fast([p.completion for p in found])
-            for q, a in zip(prompts, completions):
-                ids += q.ids + a.ids
-                weights += [QUESTION_WEIGHT] * len(q.ids) + [1.0] * len(a.ids)
-                if len(ids) > self.length:
-                    n = self.length + 1
-                    yield torch.tensor(ids[:n], dtype=torch.int16), torch.tensor(weights[:n])
-                    ids, weights = [], []
+            independent, templates = rng.random() < self.INDEPENDENT, []
+            ids, weights = [], []
+            while len(ids) <= self.length:
+                recent = [] if independent else templates[-self.APART :]
+                templates.append(rng.choice([t for t in PLANS if t not in recent]))
+                while not pool[templates[-1]]:
+                    found = problems(TRAIN_SEED * (1 + self.seed) + block * BLOCK, BLOCK)
+                    block += workers
+                    found = [p for p in found if p.key not in banned]
+                    prompts = tokenizer.encode_batch_fast([p.prompt for p in found])
+                    completions = tokenizer.encode_batch_fast([p.completion for p in found])
+                    for p, q, a in zip(found, prompts, completions, strict=True):
+                        pool[p.template].append((q.ids, a.ids))
+                question, answer = pool[templates[-1]].pop()
+                ids += question + answer
+                weights += [QUESTION_WEIGHT] * len(question) + [1.0] * len(answer)
+            n = self.length + 1
+            yield torch.tensor(ids[:n], dtype=torch.int16), torch.tensor(weights[:n])
 
 
 # --- Tokenizer and configurations -------------------------------------------------------------------------------
@@ -129,18 +146,18 @@ def train_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def configuration(arch: str, tokenizer) -> transformers.PreTrainedConfig:
-    shared = dict(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=65536,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        dtype="bfloat16",
-    )
+    shared = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 65536,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "dtype": "bfloat16",
+    }
     if arch == "nemotron-h":
         return transformers.NemotronHConfig(
             hybrid_override_pattern="M-M-M*-M-M*-M-",
@@ -225,7 +242,7 @@ def chunked_ssd(x, dt, A, B, C, chunk_size, D, dt_bias, initial_states=None, ret
 
 
 def unit_lower_inverse(L):
-    """(I + L)^-1 for strictly lower L [..., C, C], by doubling blocks: [[P, 0], [R, Q]]^-1 = [[P', 0], [-Q'RP', Q']]."""
+    """(I + L)^-1 for strictly lower L [..., C, C]: blocks double by [[P, 0], [R, Q]]^-1 = [[P', 0], [-Q'RP', Q']]."""
     size = L.shape[-1]
     inverse = L.new_ones(*L.shape[:-2], size, 1, 1)
     s = 1
@@ -242,12 +259,10 @@ def unit_lower_inverse(L):
     return inverse.squeeze(-3)
 
 
-def chunked_gated_delta(
-    query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False, **_
-):
+def chunked_gated_delta(query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False, **_):
     """Gated delta rule, S_t = exp(g_t) S_{t-1} + k_t beta_t (v_t - exp(g_t) S_{t-1}^T k_t)^T, o_t = S_t^T q_t.
 
-    query, key [B, T, H, K] (normalised here), value [B, T, H, V], g and beta [B, T, H] -> o [B, T, H, V], S [B, H, K, V].
+    query, key [B, T, H, K] (normalised here), value [B, T, H, V], g, beta [B, T, H] -> o [B, T, H, V], S [B, H, K, V].
     """
     with torch.autocast(query.device.type, enabled=False):
         T, dtype = query.shape[1], query.dtype
@@ -302,7 +317,7 @@ class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalised (five Newton-Schulz steps in bf16), matrices of one shape at a time."""
 
     def __init__(self, params, lr, momentum=0.95, weight_decay=0.1):
-        super().__init__(list(params), dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        super().__init__(list(params), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self):
@@ -322,7 +337,7 @@ class Muon(torch.optim.Optimizer):
                     a = x @ x.mT
                     x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
                 x = (x.mT if shape[0] > shape[1] else x).float() * (0.2 * max(shape) ** 0.5)  # RMS as AdamW's
-                for p, update in zip(params, x):
+                for p, update in zip(params, x, strict=True):
                     p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
 
@@ -363,16 +378,16 @@ def tokenizer(out: Path, vocab_size: int = 1024):
 def train(
     arch: str,
     out: Path,
-    minutes: float = typer.Option(..., help="wall-clock minutes of training"),
-    batch: int = 16,
-    length: int = 4096,
+    minutes: Annotated[float, typer.Option(help="wall-clock minutes of training")],
+    batch: int = 8,
+    length: int = 8192,
     lr: float = 5e-3,
     seed: int = 0,
     data_seed: int = 0,
     workers: int = 12,
     compile: bool = True,
     max_steps: int = 10**9,
-    resume: Path | None = typer.Option(None, help="folder of an earlier run: its weights, step count and curve"),
+    resume: Annotated[Path | None, typer.Option(help="folder of an earlier run: its weights, counts and curve")] = None,
     report_every: float = 15.0,
 ):
     """Train ARCH (nemotron-h or qwen3.5) and write a Transformers checkpoint with training.json to OUT."""
@@ -386,7 +401,14 @@ def train(
         log = json.loads((resume / "training.json").read_text())
     else:
         model = new_model(arch, tok)
-        log = dict(arch=arch, parameters=sum(p.numel() for p in model.parameters()), runs=[], curve=[], tokens=0, steps=0)
+        log = {
+            "arch": arch,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "runs": [],
+            "curve": [],
+            "tokens": 0,
+            "steps": 0,
+        }
     model.to(device).train()
     head = model.get_output_embeddings().weight
     loss_function = weighted_loss
@@ -426,7 +448,17 @@ def train(
     print(f"{arch}: {log['parameters']} parameters, first step {time.time() - started:.1f} s", flush=True)
 
     begin, reported, recent = time.time(), time.time(), []
-    run = dict(minutes=minutes, batch=batch, length=length, lr=lr, seed=seed, data_seed=data_seed, steps=0)
+    run = {
+        "minutes": minutes,
+        "batch": batch,
+        "length": length,
+        "lr": lr,
+        "seed": seed,
+        "data_seed": data_seed,
+        "command": " ".join(["train.py", *(a if "/" not in a else Path(a).name for a in sys.argv[1:])]),
+        "resumed": resume is not None,
+        "steps": 0,
+    }
     while (done := (time.time() - begin) / (60 * minutes)) < 1 and run["steps"] < max_steps:
         recent.append(step(*next(data), schedule(done)))
         run["steps"] += 1
@@ -440,13 +472,24 @@ def train(
                 raise SystemExit(f"{arch}: loss is {mean[0]} at step {log['steps']}")
             rate = len(recent) * batch * length / (time.time() - reported)
             names = ("loss", "answer_loss", "answer_token_accuracy", "gradient_norm")
-            log["curve"].append(dict(step=log["steps"], tokens=log["tokens"], **{n: round(x, 5) for n, x in zip(names, mean)}))
+            log["curve"].append(
+                dict(
+                    step=log["steps"],
+                    tokens=log["tokens"],
+                    **{n: round(x, 5) for n, x in zip(names, mean, strict=True)},
+                )
+            )
             print(f"{arch} {done:5.2f} {json.dumps(log['curve'][-1])} {rate / 1e3:.0f}k tokens/s", flush=True)
             reported, recent = time.time(), []
     run["seconds"] = round(time.time() - begin, 1)
     log["runs"].append(run)
     log["date"] = str(date.today())
-    log["versions"] = dict(torch=torch.__version__, transformers=transformers.__version__, reasoning_gym="0.1.25")
+    log["versions"] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "reasoning_gym": "0.1.25",
+    }
     log["device"] = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     export(model, tok, out, log)
 
@@ -488,7 +531,9 @@ def complete(model, tok, prompts: list[str], batch: int, max_new_tokens: int = 2
     texts = [""] * len(prompts)
     for i in range(0, len(order), batch):
         rows = order[i : i + batch]
-        inputs = tok([prompts[r] for r in rows], return_tensors="pt", padding=True, return_token_type_ids=False).to(model.device)
+        inputs = tok([prompts[r] for r in rows], return_tensors="pt", padding=True, return_token_type_ids=False).to(
+            model.device
+        )
         ids = model.generate(
             **inputs,
             do_sample=False,
@@ -496,7 +541,9 @@ def complete(model, tok, prompts: list[str], batch: int, max_new_tokens: int = 2
             eos_token_id=tok.encode(END)[0],
             pad_token_id=tok.pad_token_id,
         )
-        for r, row in zip(rows, tok.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)):
+        for r, row in zip(
+            rows, tok.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True), strict=True
+        ):
             texts[r] = row
     return texts
 
@@ -509,7 +556,9 @@ def interval(right: int, n: int) -> list[float]:
 
 
 @app.command()
-def evaluate(folder: Path, n: int = 1024, batch: int = 256, fast: bool = True, settings: str = "alone,16th", show: int = 0):
+def evaluate(
+    folder: Path, n: int = 1024, batch: int = 256, fast: bool = True, settings: str = "alone,16th", show: int = 0
+):
     """Greedy accuracy of the checkpoint in FOLDER on N held-out problems; written into its training.json."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("highest")
@@ -526,33 +575,50 @@ def evaluate(folder: Path, n: int = 1024, batch: int = 256, fast: bool = True, s
     log.setdefault("accuracy", {})
     for name in settings.split(","):
         started = time.time()
-        prompts, targets = zip(*tasks[name])
+        prompts, targets = zip(*tasks[name], strict=True)
         texts = complete(model, tok, list(prompts), batch)
-        good = [correct(t, p.answer) for t, p in zip(texts, targets)]
-        exact = sum(t.strip() == p.solution for t, p in zip(texts, targets))
+        good = [correct(t, p.answer) for t, p in zip(texts, targets, strict=True)]
+        exact = sum(t.strip() == p.solution for t, p in zip(texts, targets, strict=True))
         templates = {}
-        for g, p in zip(good, targets):
+        for g, p in zip(good, targets, strict=True):
             counts = templates.setdefault(p.template, [0, 0])
             counts[0] += g
             counts[1] += 1
         right = sum(good)
-        log["accuracy"][name] = dict(
-            right=right, n=len(good), share=round(right / len(good), 4), interval_95=interval(right, len(good)),
-            solution_identical=exact, seconds=round(time.time() - started, 1), device=device,
-            imperfect_templates={k: v for k, v in sorted(templates.items()) if v[0] < v[1]},
-        )
+        log["accuracy"][name] = {
+            "right": right,
+            "n": len(good),
+            "share": round(right / len(good), 4),
+            "interval_95": interval(right, len(good)),
+            "solution_identical": exact,
+            "seconds": round(time.time() - started, 1),
+            "device": device,
+            "imperfect_templates": {k: v for k, v in sorted(templates.items()) if v[0] < v[1]},
+        }
         print(f"{folder.name} {name}: {json.dumps(log['accuracy'][name])}", flush=True)
-        wrong = [(t, p) for t, p, g in zip(texts, targets, good) if not g]
+        wrong = [(t, p) for t, p, g in zip(texts, targets, good, strict=True) if not g]
         for t, p in wrong[:show]:
             print(f"--- template {p.template}\n{p.prompt}{t}\n(reference)\n{p.solution}", flush=True)
     (folder / "training.json").write_text(json.dumps(log, indent=1) + "\n")
 
 
 @app.command()
+@torch.no_grad()
+def stream(folder: Path, tokens: int = 2000, start: str = "", temperature: float = 0.0, seed: int = 0):
+    """Print TOKENS tokens: the model solves START (by default the first held-out problem), then problems it invents."""
+    torch.manual_seed(seed)
+    tok = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    inputs = tok(start or heldout()[0][0].prompt, return_tensors="pt", return_token_type_ids=False)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    print(tok.decode(model.generate(**inputs, **sampling, max_new_tokens=tokens, eos_token_id=[])[0]))
+
+
+@app.command()
 def write_heldout(out: Path = HERE / "heldout.jsonl", n: int = 200):
     """The first N problems of the `alone` set, one JSON object a line."""
     rows = [
-        dict(template=p.template, question=p.question, prompt=p.prompt, solution=p.solution, answer=p.answer)
+        {"template": p.template, "question": p.question, "prompt": p.prompt, "solution": p.solution, "answer": p.answer}
         for p in heldout()[0][:n]
     ]
     out.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))
@@ -562,7 +628,7 @@ def write_heldout(out: Path = HERE / "heldout.jsonl", n: int = 200):
 def init(arch: str, out: Path):
     """A checkpoint with random weights, for tests of everything around the model."""
     tok = AutoTokenizer.from_pretrained(HERE / "tokenizer")
-    export(new_model(arch, tok), tok, out, dict(arch=arch, runs=[], curve=[]))
+    export(new_model(arch, tok), tok, out, {"arch": arch, "runs": [], "curve": []})
 
 
 @app.command()

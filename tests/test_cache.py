@@ -1,5 +1,6 @@
 """Sizes, traffic and refusals of the cache: what it costs, and one clear sentence for every misuse, state untouched."""
 
+import copy
 import json
 import re
 from importlib import resources
@@ -12,21 +13,21 @@ from replayssm.testing import checksum, make_cache, make_inputs, make_weights, s
 
 SMALL = Geometry(H=4, G=2, V=6, K=8)
 MOST_MEMORY = {"mamba2": 1.10, "gdn": 1.16, "kda": 1.30}  # checkpoint + ring over one fp32 state, at window 16
-# With d_state 64 the raw v of 17 records alone are 17 * 2 / (4 * 64) = 0.133 of a state: 1.10 needs window 11 (docs/log.md)
+# d_state 64: the raw v of 17 records alone are 17 * 2 / (4 * 64) = 0.133 of a state; 1.10 takes window 10 (docs/log.md)
 MOST_MEMORY_D_STATE_64 = 1.145
 
 
 def models() -> list[tuple[str, str, Geometry]]:
     """Name, recurrence and geometry of every model that we have figures for."""
     found = []
+    fields = {"ssm": ("nheads", "ngroups", "head_dim", "d_state")}
+    fields["linear_attention"] = ("num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim")
+    recurrence = {"mamba2": "mamba2", "gated_delta_net": "gdn", "kda": "kda"}
     for model in json.loads(resources.files("replayssm").joinpath("models.json").read_text())["models"]:
-        ssm = model.get("ssm") or {}
-        if model["recurrence"] == "mamba2":
-            sizes = [ssm.get(name) for name in ("nheads", "ngroups", "head_dim", "d_state")]
-        else:
-            sizes = [ssm.get(name) for name in ("num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim")]
-        if model["recurrence"] in MOST_MEMORY and all(sizes):
-            found.append((model["name"], model["recurrence"], Geometry(*sizes)))
+        for part, names in fields.items():
+            sizes = [(model.get(part) or {}).get(name) for name in names]
+            if model["recurrence"] in recurrence and all(sizes):
+                found.append((model["name"], recurrence[model["recurrence"]], Geometry(*sizes)))
     return found
 
 
@@ -38,7 +39,7 @@ def test_memory_at_window_16(name: str, recurrence: str, geometry: Geometry) -> 
     most = MOST_MEMORY_D_STATE_64 if recurrence == "mamba2" and geometry.K == 64 else MOST_MEMORY[recurrence]
     assert ratio <= most, f"{name}: {ratio:.3f}"
     if recurrence == "mamba2" and geometry.K == 64:
-        smaller = ReplayCache(recurrence, geometry, layers=1, slots=1, window=11, dtype=torch.bfloat16)
+        smaller = ReplayCache(recurrence, geometry, layers=1, slots=1, window=10, dtype=torch.bfloat16)
         assert (smaller.nbytes.checkpoint + smaller.nbytes.ring) / state <= MOST_MEMORY[recurrence]
 
 
@@ -206,6 +207,17 @@ def test_impossible_caches_are_refused(changes: dict, sentence: str) -> None:
     options = {"recurrence": "gdn", "geometry": SMALL, "layers": 1, "slots": 1} | changes
     with pytest.raises(ValueError, match=sentence):
         ReplayCache(**options)
+
+
+def test_a_cache_can_be_copied_whole(cache: ReplayCache) -> None:
+    twin = copy.deepcopy(cache)
+    assert same_bits(checksum(cache), checksum(twin))
+    twin.reset(torch.tensor([0, 1]))
+    assert cache.layers[0].conv.data_ptr() != twin.layers[0].conv.data_ptr()
+
+
+def test_every_model_with_known_sizes_is_measured() -> None:
+    assert len(models()) >= 36
 
 
 def test_a_cache_without_convolution_trims_the_whole_ring(generator: torch.Generator) -> None:

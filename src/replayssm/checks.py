@@ -87,10 +87,8 @@ def counts(where: str, name: str, got: Tensor | Sequence[int] | int, rows: int, 
 
 
 def within(where: str, name: str, got: Tensor, most: Tensor | int, slots: Tensor, why: str) -> None:
-    """Refuse counts below 0 or above `most`, naming the first slot that is wrong."""
-    if got.device.type != "cpu":
-        return
-    most = torch.as_tensor(most).expand_as(got)
+    """Refuse counts below 0 or above `most`, naming the first slot that is wrong. Waits for the device."""
+    most = torch.as_tensor(most, device=got.device).expand_as(got)
     bad = ((got < 0) | (got > most)).nonzero()
     if bad.numel():
         i = int(bad[0])

@@ -54,7 +54,7 @@ def make_weights(cache: ReplayCache, generator: torch.Generator, **changes: Any)
         return torch.randn(*shape, generator=generator)
 
     E = cache.recurrence.gate_dim(cache.geometry)
-    fields = {
+    fields: dict[str, Any] = {
         "conv_weight": normal(C, W) * 0.5,
         "conv_bias": normal(C) * 0.1,
         "A_log": torch.linspace(-4, 1.5, H) if H > 1 else torch.tensor([-2.0]),
@@ -86,7 +86,7 @@ class _Node(NamedTuple):
     exact: Tensor  # [1, H, V, K] fp64
     low: Tensor  # [1, H, V, K] as the cache's format keeps it
     inputs: tuple[Tensor, ...]  # the newest W - 1, [C] each
-    count: int
+    age: int
 
 
 class Twin:
@@ -202,10 +202,10 @@ class Twin:
         taps = (*node.inputs, inputs.x[i])
         exact_y, exact = self._plain(torch.float64, node.exact, taps, inputs, i)
         low_y, low = self._plain(torch.float32, node.low, taps, inputs, i)
-        count = node.count + 1
-        if count % self.cache.window == 0:
+        age = node.age + 1
+        if age % self.cache.window == 0:
             low = self.format.update(self.format.encode(low.to(self.format.compute)))
-        return _Node(exact, low, taps[1:], count), exact_y, low_y.to(self.cache.dtype)
+        return _Node(exact, low, taps[1:], age), exact_y, low_y.to(self.cache.dtype)
 
     def _plain(
         self, dtype: torch.dtype, S: Tensor, taps: tuple[Tensor, ...], inputs: LayerInputs, i: int

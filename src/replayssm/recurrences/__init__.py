@@ -48,6 +48,10 @@ class Recurrence(NamedTuple):
     gates: Callable[[Tensor | None, Tensor, Any], tuple[Tensor, Tensor]]
     reference: ModuleType
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Recurrence":
+        """A record is a constant: copies of a cache share it."""
+        return self
+
     def gate_dim(self, geometry: Geometry) -> int:
         """E, gates per head: 1, or K where every key channel has its own."""
         return geometry.K if self.channel_gate else 1
