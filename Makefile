@@ -39,7 +39,7 @@ $(STAMP):
 	@rm -f $(VENV)/.replayssm-*; touch $@
 
 demo: $(STAMP)
-	@$(PY) -m replayssm compare --show-example
+	@$(PY) -m replayssm compare --model models/nemotron-h-gsm --model models/qwen3.5-gsm --show-example
 
 test: lint typecheck
 	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n 2

@@ -1,0 +1,75 @@
+"""What README.md and docs/ say is so: paths exist, commands and options exist, Python examples run."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(language):
+    """Fenced blocks of a language, each with a name."""
+    found = []
+    for page in PAGES:
+        fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S)
+        found += [
+            pytest.param(text, id=f"{page.name}-{i}") for i, (name, text) in enumerate(fenced) if name == language
+        ]
+    return found
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_python_examples_run(block, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(ROOT)
+    exec(compile(block, "example", "exec"), {})
+
+
+@pytest.mark.parametrize("block", blocks("sh"))
+def test_commands_and_their_options_exist(block):
+    pytest.importorskip("typer")
+    from typer.main import get_command
+
+    from replayssm.cli import app
+
+    commands = get_command(app).commands
+    for line in block.splitlines():
+        program, name, *words = shlex.split(line, comments=True)
+        assert program == "replayssm"
+        known = {
+            option for parameter in commands[name].params for option in (*parameter.opts, *parameter.secondary_opts)
+        }
+        assert {word for word in words if word.startswith("-")} <= known, line
+
+
+def test_make_targets_exist():
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+    for page in PAGES:
+        assert set(re.findall(r"^    make ([a-z]+)", page.read_text(), re.M)) <= set(targets)
+
+
+@pytest.mark.parametrize("tree", blocks(""))
+def test_tree_exists(tree):
+    parents = []
+    for line in tree.splitlines():
+        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        parents[depth:] = [name]
+        path = ROOT.joinpath(*parents)
+        assert path.is_dir() if name.endswith("/") else path.is_file(), path
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_specification_names_every_field():
+    from replayssm.ring import Cursors, LayerState, Records
+
+    text = (ROOT / "docs" / "cache.md").read_text()
+    for field in (*Cursors._fields, *Records._fields, *LayerState._fields):
+        assert f"`{field}`" in text, field
