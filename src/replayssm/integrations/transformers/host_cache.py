@@ -95,13 +95,6 @@ class Rows:
         self.cache = self.recipe.cache(count)
         self.slots = self.cache.allocate(count)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Rows":
-        twin = memo[id(self)] = Rows(self.recipe)
-        if self.cache is not None:
-            twin._allocate(len(self.slots))
-            twin.cache.restore(twin.slots, self.cache.export(self.slots))
-        return twin
-
     def load(self, index: int, state: Tensor, window: Tensor) -> None:
         """Take over a layer's state: host layout, window [B, C, W - 1]."""
         if self.cache is None:
