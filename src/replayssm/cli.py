@@ -14,7 +14,7 @@ from typing import Annotated
 
 try:
     import typer
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.panel import Panel
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
     from rich.table import Table
@@ -267,10 +267,10 @@ def _progress() -> Progress:
     )  # seldom: it shares the CPU with what it times
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[Row]) -> Group:
     host = rows[0]
     title = f"{host.model}: {host.problems} prompts, {host.batch} at once, {host.new_tokens} tokens each, {host.dtype}"
-    table = Table("", *[label(row) for row in rows], title=title, title_justify="left", title_style="bold")
+    table = Table("", *[label(row) for row in rows])
     for column in table.columns[1:]:
         column.justify = "right"
 
@@ -287,6 +287,8 @@ def _table(rows: list[Row]) -> Table:
     )
     line("state read per token", *[_bytes(r.state_bytes_read_per_token) for r in rows])
     line("state written per token", *[_bytes(r.state_bytes_written_per_token) for r in rows])
+    both = [r.state_bytes_read_per_token + r.state_bytes_written_per_token for r in rows]
+    line("read and written", _bytes(both[0]), *[_bytes(size) + ratio(size, both[0]) for size in both[1:]])
     line(
         "state memory per row",
         _bytes(host.state_memory_bytes),
@@ -300,7 +302,7 @@ def _table(rows: list[Row]) -> Table:
     line("equal tokens", "reference", *[f"{r.equal_tokens} of {r.compared_tokens}" for r in rows[1:]])
     if host.answers:
         line("answers right", *[f"{r.right} of {r.answers}" for r in rows])
-    return table
+    return Group(Text(title, style="bold"), table)
 
 
 def _bytes(size: float) -> str:
