@@ -9,8 +9,8 @@ out down to facts of at most two digits by one:
     3071/37 ->  3071/37(37*80=2960,3071-2960=111,37*3=111)=83      long division, one quotient digit at a time
     15%3900 ->  15% of 3900=15*39=450+135=585           hundreds cancel first
 
-Questions and final answers are reasoning-gym's own; `solve` raises if the last step is not its answer (about
-1 problem in 1,000, where reasoning-gym truncated a float; those are left out everywhere).
+Questions and final answers are reasoning-gym's own; `solve` raises if the last step is not its answer
+(0.15 % of problems, where reasoning-gym truncated a float; those are left out everywhere).
 `PLANS` holds one plan per template, in terms of the variables in the problem's metadata. A step is
 `label = a op b op c`, evaluated from left to right; `p % x` is p percent of x, `f of x` a fraction of x, `//` a
 division that drops the remainder (where the template does).
