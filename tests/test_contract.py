@@ -199,6 +199,27 @@ def test_long_drafts_with_one_checkpoint(case: Case, drafts: int, generator: tor
         life.twin.check_states()
 
 
+@pytest.mark.parametrize("forget", ["reject", "trim"])
+def test_drafts_that_are_not_finite_leave_no_trace(case: Case, forget: str, generator: torch.Generator) -> None:
+    life = Life(case.cache(max_tokens=4, slots=2, window=5), generator)
+    for i in range(8):
+        inputs = make_inputs(life.cache, 2, 4, generator)
+        for x in inputs:
+            if x is not None:
+                x[:, 2:] = torch.nan
+        step = life.cache.begin(torch.tensor([0, 1]), tokens=4)
+        y = decode_layer(life.cache, 0, step, *inputs, life.layer_weights)
+        life.cache.commit(step, 2 if forget == "reject" else 4)
+        if forget == "trim":
+            life.cache.trim(torch.tensor([0, 1]), 2)
+        for slot in (0, 1):
+            life.twin.check_outputs(y[slot, :2], *life.twin.step(slot, inputs.row(slot), 2))
+            life.twin.commit(slot, range(2))
+        life.twin.check_states()
+        life.run([0, 1], [1, i % 3])  # fewer tokens than were forgotten
+        life.twin.check_states()
+
+
 TREE = torch.tensor([-1, 0, 0, 1, 2, 2, 4, -1])  # two roots, a node with two children
 PATHS = [[0, 2, 4, 6], [0, 1, 3, -1], [7, -1, -1, -1], [-1, -1, -1, -1], [0, 2, 5, -1]]
 

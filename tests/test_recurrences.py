@@ -34,7 +34,7 @@ def test_carry_and_read_equal_the_plain_recurrence(name: str, tree: bool, genera
     S0, q, k, v, g, w = make(name, generator, B, N)
     committed, lengths = torch.tensor([9, 9, 9, 9]), torch.tensor([7, 7, 3, 0])
     parent = torch.tensor([[-1, 0, 1, 1, 0, 4, -1], [-1, 0, 0, 0, 0, 0, 0], [-1, 0, 0, 0, 0, 0, 0], [-1] * 7])
-    sees = ring.sees(committed, lengths, T, N, parent if tree else None)
+    sees = ring.paths(committed, lengths, T, N, parent if tree else None)[:, past:]
     t, c = reference.carry(q[:, past:], k, g, w, sees)
     y = torch.einsum("bhvk,bthk->bthv", S0, t) + torch.einsum("bthn,bnhv->bthv", c, v)
     for b in range(B):
@@ -66,7 +66,7 @@ def test_back_rows_replace_the_walk(name: str, generator: torch.Generator) -> No
     B, N = 3, 11
     reference = recurrences.get(name).reference
     S0, q, k, v, g, w = make(name, generator, B, N)
-    sees = ring.sees(torch.zeros(B, dtype=torch.int64), torch.full((B,), N), N, N)
+    sees = torch.ones(N, N, dtype=torch.bool).tril().expand(B, N, N)
     record = torch.arange(N).expand(B, N)
     back = reference.back(k, g, w, sees, record).transpose(1, 2)  # [B, H, N, N]
     _, c = reference.carry(q, k, g, w, sees)
@@ -88,7 +88,7 @@ def test_back_rows_replace_the_walk(name: str, generator: torch.Generator) -> No
 def test_carried_query_never_grows(name: str, generator: torch.Generator) -> None:
     """For |k| = 1 and beta in [0, 2] every step of the carry is a contraction, which is why fp32 is enough."""
     _, q, k, _, g, w = make(name, generator, 2, 64)
-    sees = ring.sees(torch.zeros(2, dtype=torch.int64), torch.full((2,), 64), 64, 64)
+    sees = torch.ones(64, 64, dtype=torch.bool).tril().expand(2, 64, 64)
     t, _ = recurrences.get(name).reference.carry(q, k, g, w, sees)
     assert bool((t.norm(dim=-1) <= recurrences.heads(q, 6).norm(dim=-1) * (1 + 1e-12)).all())
 

@@ -125,11 +125,7 @@ def decode_layer(
 def _append(
     cache: ReplayCache, records: Any, step: Step, k: Tensor, v: Tensor, g: Tensor, w: Tensor, norm: Tensor | None
 ) -> None:
-    """Write the step's records at their places.
-
-    Places that a shorter row leaves free are zeroed, so that what an earlier step left there (rejected drafts, perhaps
-    not finite) never meets a zero weight.
-    """
+    """Write the step's records at their places, zeros where a row has no token."""
     fields = {"k": k, "v": v, "g": g, "w": w} | ({} if norm is None else {"norm": norm})
     for name, x in fields.items():
         pool = getattr(records, name)

@@ -276,10 +276,14 @@ class ReplayCache:
         cursors = ring.begin(self.cursors.at(slots), lengths, self.sizes)
         self.cursors.put(slots, cursors)
         start, committed, R = cursors.ring_start, cursors.num_committed, self.sizes.ring
+        if self.max_tokens > 1:
+            self._clear(slots, ring.places(start, committed, self.max_tokens, R))
         age = ring.ages(start, R)
         if parent is not None and living is not None:
             parent = parent[living]
-        by_age = ring.sees(committed, lengths, tokens, R, parent)
+        place = ring.places(start, committed, tokens, R)
+        paths = ring.paths(committed, lengths, tokens, R, parent)
+        paths = paths.gather(1, age[:, :, None].expand_as(paths)).gather(2, age[:, None].expand_as(paths))
         return Step(
             rows=len(given),
             tokens=tokens,
@@ -292,10 +296,11 @@ class ReplayCache:
             start=start,
             committed=committed,
             conv_end=cursors.conv_end,
-            place=ring.places(start, committed, tokens, R),
+            place=place,
             order=ring.places(start, torch.zeros_like(start), R, R),
             age=age,
-            sees=by_age.gather(2, age[:, None].expand_as(by_age)),
+            paths=paths,
+            sees=paths.gather(1, place[:, :, None].expand(-1, -1, R)),
             parent=parent,
         )
 
@@ -337,6 +342,13 @@ class ReplayCache:
                 checks.within(where, "n", n, step.lengths, step.slots, "Only tokens of the step can count.")
         self.cursors.put(step.slots, ring.commit(cursors, n, self.sizes))
 
+    def _clear(self, slots: Tensor, places: Tensor) -> None:
+        """Zero ring places [B, n]: a forgotten draft may have left values that are not finite, and 0 * NaN is NaN."""
+        for layer in self.layers:
+            for pool in layer.ring:
+                if pool.numel():
+                    pool[slots[:, None], :, places] = 0
+
     def _compact(self, step: Step, path: Tensor) -> None:
         """Move the records of a path [B, P] to the places right behind the committed ones, in every layer."""
         P = path.shape[1]
@@ -347,7 +359,7 @@ class ReplayCache:
         conv_moved = (step.conv_end[:, None] + source) % max(self.sizes.conv, 1)
         for layer in self.layers:
             for pool in layer.ring[:-1]:
-                if pool.shape[-1]:
+                if pool.numel():
                     pool[slots, :, places] = pool[slots, :, moved]
             if self.recurrence.delta:
                 rows = layer.ring.back[slots, :, moved]  # [B, P, H, R]

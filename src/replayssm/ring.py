@@ -125,26 +125,29 @@ def ages(start: Tensor, length: int) -> Tensor:
     return (torch.arange(length, device=start.device) - start[:, None]) % length
 
 
-def sees(committed: Tensor, lengths: Tensor, tokens: int, length: int, parent: Tensor | None = None) -> Tensor:
-    """Which records each token of a step sees, by record number: bool [B, T, R].
+def paths(committed: Tensor, lengths: Tensor, tokens: int, length: int, parent: Tensor | None = None) -> Tensor:
+    """Which records lie on each record's path, by record number, itself included: bool [B, R, R].
 
-    Every token sees all committed records, itself, and the step's tokens before it (a chain) or its ancestors (a tree).
+    A committed record's path is all that came before it. A token of the step adds the step's tokens before it (a chain)
+    or its ancestors (a tree). Rows that are neither are empty.
 
     Args:
         committed, lengths: [B]
         parent: [B, T] index of each token's parent within the step, -1 for a root; None for a chain.
     """
     record = torch.arange(length, device=committed.device)
-    token = torch.arange(tokens, device=committed.device)
-    past = record < committed[:, None, None]
-    index = record - committed[:, None, None]  # [B, 1, R]: which token of the step a record is
+    past = record < committed[:, None]  # [B, R]
+    index = record - committed[:, None]  # which token of the step a record is
+    inside = (index >= 0) & (index < lengths[:, None])
+    counted = (past | inside)[:, :, None]
+    before = record <= record[:, None]  # [R, R]
     if parent is None:
-        own = (index >= 0) & (index <= token[:, None])
-    else:
-        kin = ancestors(parent)  # [B, T, T]
-        inside = (index >= 0) & (index < tokens)
-        own = inside & kin.gather(2, index.clamp(0, tokens - 1).expand(-1, tokens, -1))
-    return (past | own) & (token[:, None] < lengths[:, None, None])
+        return before & counted
+    kin = ancestors(parent)  # [B, T, T]
+    at = index.clamp(0, tokens - 1)
+    own = kin.gather(1, at[:, :, None].expand(-1, -1, tokens)).gather(2, at[:, None].expand(-1, length, -1))
+    own = own & inside[:, :, None] & inside[:, None]
+    return torch.where(past[:, None], before & counted, own)
 
 
 def ancestors(parent: Tensor) -> Tensor:
@@ -172,7 +175,8 @@ class Step(NamedTuple):
         whole: every row brings all `tokens`.
         place: [B, T] ring place of every token's record.
         order: [B, R] ring place of every record, oldest first; age: [B, R] its inverse.
-        sees: bool [B, T, R], by ring place: which records a token sees.
+        paths: bool [B, R, R], by ring place: which records lie on a record's path; sees: its rows of the step's tokens,
+            [B, T, R].
         parent: [B, T] for a draft tree, None for a chain.
     """
 
@@ -190,6 +194,7 @@ class Step(NamedTuple):
     place: Tensor
     order: Tensor
     age: Tensor
+    paths: Tensor
     sees: Tensor
     parent: Tensor | None
 

@@ -39,7 +39,8 @@ def carry(recurrence: Recurrence, records: Records, step: Step, q: Tensor) -> tu
     seen = step.sees[:, None]  # [B, 1, T, R]
 
     # (1) running sums along every path, P [B, H, R, E] by place, and the tokens' own [B, H, T, E]
-    sums, own_sums = _path_sums(g, step)
+    sums = _path_sums(g, step.paths)
+    own_sums = sums.gather(2, step.place[:, None, :, None].expand(B, H, T, E))
     # (2) decay from record j to token i, [B, H, T, R, E]
     decay = (own_sums[:, :, :, None] - sums[:, :, None]).clamp_(max=0).to(q.dtype).exp_()
     # (3) decayed scores times w
@@ -87,18 +88,15 @@ def fold(
     records = layer.ring
     H, R, E = records.g.shape[1:]
     age = ring.ages(start, R)
-    order = ring.places(start, torch.zeros_like(start), R, R)
     folded = (age < counts[:, None])[:, None, :, None]  # [n, 1, R, 1] by place
+    paths = folded[:, 0] & folded[:, 0].transpose(1, 2) & (age[:, None] <= age[:, :, None])
     state = fmt.update(tuple(plane[slots] for plane in layer.checkpoint))
     k = _keys(records.k[slots], records.norm[slots], fmt.compute)
     G, K = k.shape[1], k.shape[3]
     k = k[:, :, None].expand(-1, -1, H // G, -1, -1).reshape(-1, H, R, K)
-    g = torch.where(folded, records.g[slots], 0).to(torch.float64).clamp_(min=_LEAST_LOG_DECAY)
-    # (1) running sums in age order, P [n, H, R, E] by place, and the whole [n, H, 1, E]
-    by_age = order[:, None, :, None].expand_as(g)
-    sums = g.gather(2, by_age).cumsum(2)
-    whole = sums[:, :, -1:]
-    sums = sums.gather(2, age[:, None, :, None].expand_as(sums))
+    # (1) running sums P [n, H, R, E] by place, and the whole [n, H, 1, E], 0 where nothing is folded
+    sums = _path_sums(records.g[slots], paths)
+    whole = sums.amin(2, keepdim=True)
     # (2) corrected values u [n, H, R, V]
     u = torch.where(folded, records.v[slots].to(fmt.compute), 0)
     if recurrence.delta:
@@ -118,22 +116,11 @@ def _keys(k: Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
     return k * norm[..., None].to(dtype) if norm.shape[-1] else k
 
 
-def _path_sums(g: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-    """Sums of g along every record's path, in fp64: [B, H, R, E] by ring place, and the step's own [B, H, T, E].
-
-    Committed records are one path; each of the step's tokens adds what it sees, which is its chain or its ancestors.
-    """
+def _path_sums(g: Tensor, paths: Tensor) -> Tensor:
+    """Sums of g [B, H, R, E] over every record's path, bool [B, R, R]: [B, H, R, E] in fp64, 0 for an empty path."""
     B, H, R, E = g.shape
-    g = g.gather(2, step.order[:, None, :, None].expand_as(g)).to(torch.float64).clamp_(min=_LEAST_LOG_DECAY)
-    record = torch.arange(R, device=g.device)
-    past = (record < step.committed[:, None])[:, None, :, None]
-    sums = torch.where(past, g, 0).cumsum(2)
-    sees = step.sees.gather(2, step.order[:, None].expand_as(step.sees))  # by age
-    used = torch.where(sees.any(1)[:, None, :, None], g, 0)
-    own = torch.einsum("btr,bhre->bhte", sees.to(torch.float64), used)
-    at = step.committed[:, None] + torch.arange(step.tokens, device=g.device)
-    sums = sums.scatter(2, at[:, None, :, None].expand(B, H, -1, E), own)
-    return sums.gather(2, step.age[:, None, :, None].expand_as(sums)), own
+    by_record = g.to(torch.float64).clamp_(min=_LEAST_LOG_DECAY).transpose(1, 2).reshape(B, R, H * E)
+    return (paths.to(torch.float64) @ by_record).view(B, R, H, E).transpose(1, 2)
 
 
 def _scores(q: Tensor, k: Tensor, decay: Tensor, H: int) -> Tensor:
