@@ -57,6 +57,7 @@ def folder(request, tmp_path_factory):
     letters = {letter: i for i, letter in enumerate(["<pad>", "<eos>", *LETTERS])}
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=letters, merges=[]))
+    tokenizer.decoder = tokenizers.decoders.Fuse()
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", clean_up_tokenization_spaces=False
     ).save_pretrained(path)
@@ -108,6 +109,14 @@ def test_generate_gives_the_same_text_with_both_caches(folder, tmp_path):
     (tmp_path / "prompt.txt").write_text("abc")
     assert runner.invoke(app, [*command, "--file", str(tmp_path / "prompt.txt")]).output == replayed.output
     assert runner.invoke(app, command, input="abc").output == replayed.output
+
+
+def test_generate_ends_where_stop_was_written(folder):
+    command = ["generate", "--model", str(folder), "-n", "40", "abc"]
+    whole = runner.invoke(app, command).output
+    result = runner.invoke(app, [*command, "--stop", whole[9:11]])
+    assert result.exit_code == 0, result.exception
+    assert result.output == whole[: whole.index(whole[9:11]) + 2] + "\n"
 
 
 def test_generate_samples_with_a_seed(folder):

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "models" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def blocks(language):
+def blocks(language, pages=PAGES):
     """Fenced blocks of a language, each with a name."""
     found = []
-    for page in PAGES:
+    for page in pages:
         fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S)
         found += [
             pytest.param(text, id=f"{page.name}-{i}") for i, (name, text) in enumerate(fenced) if name == language
@@ -51,7 +52,7 @@ def test_make_targets_exist():
         assert set(re.findall(r"^    make ([a-z]+)", page.read_text(), re.M)) <= set(targets)
 
 
-@pytest.mark.parametrize("tree", blocks(""))
+@pytest.mark.parametrize("tree", blocks("", [README]))
 def test_tree_exists(tree):
     parents = []
     for line in tree.splitlines():

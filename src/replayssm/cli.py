@@ -128,6 +128,7 @@ def generate(
     format: Annotated[str, typer.Option(help="Storage format of the checkpoint.")] = "fp32",
     window: WindowOption = 16,
     max_new_tokens: NewTokensOption = 256,
+    stop: Annotated[str | None, typer.Option(help=r"End where this text was written; \n is a new line.")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
     top_p: Annotated[float, typer.Option(help="With a temperature: nucleus sampling.", min=0.0, max=1.0)] = 1.0,
     seed: Annotated[int, typer.Option(help="With a temperature: seed of the sampling.")] = 0,
@@ -151,6 +152,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         do_sample=temperature > 0,
         **({"temperature": temperature, "top_p": top_p} if temperature > 0 else {}),
+        **({"stop_strings": [stop.replace(r"\n", "\n")], "tokenizer": host.tokenizer} if stop else {}),
         pad_token_id=host.tokenizer.pad_token_id,
         streamer=TextStreamer(host.tokenizer, skip_prompt=True, skip_special_tokens=True),
     )
