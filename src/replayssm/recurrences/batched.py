@@ -58,7 +58,8 @@ def carry(recurrence: Recurrence, records: Records, step: Step, q: Tensor) -> tu
     at = torch.arange(B, device=q.device)
     for i in range(T):
         row = rows[:, :, i : i + 1]
-        back[at, :, step.place[:, i]] = (row + row @ back).squeeze(2)
+        # never NaN, so that forgotten records do not reach their siblings; a record's own NaN stays in k, v, g or w
+        back[at, :, step.place[:, i]] = (row + row @ back).squeeze(2).nan_to_num_(0.0)
     if back is not old:
         records.back[step.slots[:, None], :, step.place] = back[at[:, None], :, step.place].to(records.back.dtype)
     # (5) corrected weights, and the carried query
@@ -117,10 +118,15 @@ def _keys(k: Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _path_sums(g: Tensor, paths: Tensor) -> Tensor:
-    """Sums of g [B, H, R, E] over every record's path, bool [B, R, R]: [B, H, R, E] in fp64, 0 for an empty path."""
+    """Sums of g [B, H, R, E] over every record's path, bool [B, R, R]: [B, H, R, E] in fp64, 0 for an empty path.
+
+    A gate that is not a number makes its own sum so, and no other record's: that record may be forgotten.
+    """
     B, H, R, E = g.shape
-    by_record = g.to(torch.float64).clamp_(min=_LEAST_LOG_DECAY).transpose(1, 2).reshape(B, R, H * E)
-    return (paths.to(torch.float64) @ by_record).view(B, R, H, E).transpose(1, 2)
+    used = paths.diagonal(dim1=1, dim2=2)[:, None, :, None]
+    g = torch.where(used, g, 0).to(torch.float64).clamp_(min=_LEAST_LOG_DECAY)
+    by_record = g.nan_to_num(0.0).transpose(1, 2).reshape(B, R, H * E)
+    return (paths.to(torch.float64) @ by_record).view(B, R, H, E).transpose(1, 2) + 0 * g
 
 
 def _scores(q: Tensor, k: Tensor, decay: Tensor, H: int) -> Tensor:

@@ -29,7 +29,7 @@ def carry(recurrence: Recurrence, records: Records, step: Step, q: Tensor) -> tu
         record = step.committed[:, None] + torch.arange(step.tokens, device=q.device)
         rows = recurrence.reference.back(k, g, w, by_age, record)
         rows = rows.gather(3, place.expand_as(rows))
-        records.back[step.slots[:, None], :, step.place] = rows.to(records.back.dtype)
+        records.back[step.slots[:, None], :, step.place] = rows.nan_to_num(0.0).to(records.back.dtype)
     return t.transpose(1, 2), c.gather(3, place.expand_as(c)).transpose(1, 2)
 
 
