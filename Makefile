@@ -40,7 +40,8 @@ $(STAMP):
 
 # One thread: the models are too small to gain from two, and two that wait for each other stall on a busy machine.
 demo: $(STAMP)
-	@$(PY) -m replayssm compare --model models/nemotron-h-gsm --model models/qwen3.5-gsm --threads 1 --show-example
+	@$(PY) -m replayssm compare --model models/nemotron-h-gsm --model models/qwen3.5-gsm \
+	  --format fp32 --format split16 --threads 1 --show-example
 
 test: lint typecheck
 	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n 2

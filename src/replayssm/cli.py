@@ -188,7 +188,7 @@ def compare_command(
     ] = None,
     count: Annotated[int, typer.Option(help="How many prompts of the file.", min=1)] = 16,
     batch: Annotated[int, typer.Option("--batch", "-b", help="Prompts decoded at once.", min=1)] = 16,
-    max_new_tokens: NewTokensOption = 128,
+    max_new_tokens: NewTokensOption = 160,
     format: Annotated[
         list[str] | None, typer.Option(help="Storage format of the checkpoint; repeatable (default: fp32).")
     ] = None,
@@ -273,6 +273,7 @@ def _table(rows: list[Row]) -> Group:
     host = rows[0]
     title = f"{host.model}: {host.problems} prompts, {host.batch} at once, {host.new_tokens} tokens each, {host.dtype}"
     table = Table("", *[label(row) for row in rows])
+    table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
 
@@ -287,17 +288,17 @@ def _table(rows: list[Row]) -> Group:
         f"{host.tokens_per_second:,.0f}",
         *[f"{r.tokens_per_second:,.0f}" + ratio(r.tokens_per_second, host.tokens_per_second) for r in rows[1:]],
     )
-    line("state read per token", *[_bytes(r.state_bytes_read_per_token) for r in rows])
-    line("state written per token", *[_bytes(r.state_bytes_written_per_token) for r in rows])
+    line("state read / token", *[_bytes(r.state_bytes_read_per_token) for r in rows])
+    line("state written / token", *[_bytes(r.state_bytes_written_per_token) for r in rows])
     both = [r.state_bytes_read_per_token + r.state_bytes_written_per_token for r in rows]
-    line("read and written", _bytes(both[0]), *[_bytes(size) + ratio(size, both[0]) for size in both[1:]])
+    line("read + written", _bytes(both[0]), *[_bytes(size) + ratio(size, both[0]) for size in both[1:]])
     line(
-        "state memory per row",
+        "state memory / row",
         _bytes(host.state_memory_bytes),
         *[_bytes(r.state_memory_bytes) + ratio(r.state_memory_bytes, host.state_memory_bytes) for r in rows[1:]],
     )
     line(
-        "largest log-prob difference",
+        "log-prob difference",
         "reference",
         *[f"{r.max_logprob_difference:.1e}" for r in rows[1:]],
     )
@@ -326,7 +327,8 @@ def _legend(window: int, new_tokens: int) -> Text:
         "Host: every state element is read once and written once per token, in fp32, its convolution window too. "
         f"Replayed: checkpoint, ring and window, each flush spread over its {window} tokens; {flushes} flushes or more "
         "per row. Weights, attention and activations are in no byte figure. Speed excludes prefill, includes flushes. "
-        "Log-probabilities and equal tokens: the host's tokens fed to both, step by step. Answers: each on its own.",
+        "Log-probabilities (the largest difference) and equal tokens: the host's tokens fed to both, step by step. "
+        "Answers: each decodes on its own.",
         style="dim",
     )
 

@@ -238,7 +238,7 @@ def compare(
     formats: Sequence[str] = ("fp32",),
     window: int = 16,
     batch: int = 16,
-    new_tokens: int = 128,
+    new_tokens: int = 160,
     repeats: int = 2,
     advance: Callable[[str, int], None] = lambda doing, done: None,
 ) -> Comparison:
@@ -367,10 +367,12 @@ def provenance() -> dict[str, Any]:
         except (OSError, subprocess.CalledProcessError):
             return None
 
+    module = sys.modules["__main__"].__spec__
+    program = f"python -m {module.name.removesuffix('.__main__')}" if module else Path(sys.argv[0]).name
     changed = git("status", "--porcelain", "--untracked-files=no", "--", "src", ":/src")
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["replayssm", *sys.argv[1:]]),
+        "command": f"{program} {shlex.join(sys.argv[1:])}",
         "commit": git("rev-parse", "HEAD"),
         "source_changed": None if changed is None else bool(changed),
         "python": platform.python_version(),
