@@ -1,5 +1,6 @@
 """What README.md and docs/ say is so: paths exist, commands and options exist, Python examples run."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -74,3 +75,18 @@ def test_the_specification_names_every_field():
     text = (ROOT / "docs" / "cache.md").read_text()
     for field in (*Cursors._fields, *Records._fields, *LayerState._fields):
         assert f"`{field}`" in text, field
+
+
+def test_figures_are_those_of_the_measured_rows():
+    text = README.read_text()
+    document = json.loads((ROOT / "results" / "compare.json").read_text())
+    assert document["provenance"]["command"] in text
+    for row in document["rows"]:
+        if row["format"] == "bf16":  # in the picture only
+            continue
+        traffic = row["state_bytes_read_per_token"] + row["state_bytes_written_per_token"]
+        figures = [row["tokens_per_second"], traffic / 1e3, row["state_memory_bytes"] / 1e3]
+        for figure in figures:
+            assert re.search(rf"\| {figure:,.0f}( \(| \|)", text), (row["model"], row["format"], figure)
+        if row["max_logprob_difference"] is not None:
+            assert f"| {row['max_logprob_difference']:.1e} |".replace("e-0", "e-") in text

@@ -10,7 +10,7 @@ inputs before every possible `conv_end` are still there.
 import torch
 from torch import Tensor
 
-from replayssm.recurrences import sigmoid
+from replayssm.recurrences import silu_
 from replayssm.ring import Step
 
 
@@ -31,12 +31,12 @@ def convolve(pool: Tensor, step: Step, x: Tensor, weight: Tensor, bias: Tensor |
     back = torch.arange(1 - W, T, device=x.device)
     place = (step.conv_end[:, None] + back) % length  # [B, W - 1 + T]
     slots = step.slots[:, None]
-    window = torch.cat([pool[slots, place[:, : W - 1]], x], 1)  # [B, W - 1 + T, C]
     if step.whole:
         pool[slots, place[:, W - 1 :]] = x
     else:
         valid = step.valid()
         pool[slots.expand(B, T)[valid], place[:, W - 1 :][valid]] = x[valid]
+    window = pool[slots, place]  # [B, W - 1 + T, C]; where a row has no token, whatever is there
     wide = torch.promote_types(x.dtype, torch.float32)
     kernel = weight.to(wide).t()  # [W, C]
     if step.parent is None:
@@ -50,7 +50,7 @@ def convolve(pool: Tensor, step: Step, x: Tensor, weight: Tensor, bias: Tensor |
         )  # not addcmul: it fuses or not by layout, so a row would depend on its neighbours
     if bias is not None:
         y += bias.to(wide)
-    return (y * sigmoid(y)).to(x.dtype)
+    return silu_(y).to(x.dtype)
 
 
 def _ancestor_taps(window: Tensor, parent: Tensor, W: int) -> list[Tensor]:

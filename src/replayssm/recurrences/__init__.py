@@ -99,6 +99,11 @@ def sigmoid(x: Tensor) -> Tensor:
     return 1 / (1 + torch.exp(-x))
 
 
+def silu_(x: Tensor) -> Tensor:
+    """x sigmoid(x) in place. Own for the same reason as sigmoid."""
+    return x.div_(torch.exp(-x).add_(1))
+
+
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)), the identity above 20 as in the models; never overflows. Own for the same reason as sigmoid."""
     return torch.where(x > 20, x, torch.log1p(torch.exp(x.clamp(max=20))))

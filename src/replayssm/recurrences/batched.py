@@ -32,27 +32,31 @@ def carry(recurrence: Recurrence, records: Records, step: Step, q: Tensor) -> tu
         t [B, H, T, K] and c [B, H, T, R] by ring place. Writes the new records' rows of `back`.
     """
     B, T, G, K = q.shape
-    g, w = step.take(records.g), step.take(records.w)
+    k, g = step.take(records.k).to(q.dtype), step.take(records.g)
+    w = step.take(records.w)[:, :, None]
     H, R, E = g.shape[1:]
-    k = _keys(step.take(records.k), step.take(records.norm), q.dtype)  # [B, G, R, K]
-    qs = q.transpose(1, 2)  # [B, G, T, K]
+    q = q.transpose(1, 2)  # [B, G, T, K]
+    at_place = step.place[:, None, :, None]  # [B, 1, T, 1]
     seen = step.sees[:, None]  # [B, 1, T, R]
 
     # (1) running sums along every path, P [B, H, R, E] by place, and the tokens' own [B, H, T, E]
     sums = _path_sums(g, step.paths)
-    own_sums = sums.gather(2, step.place[:, None, :, None].expand(B, H, T, E))
-    # (2) decay from record j to token i, [B, H, T, R, E]
+    own_sums = sums.gather(2, at_place.expand(B, H, T, E))
+    # (2) decay from record j to token i, [B, H, T, R, E], and from the checkpoint to token i, [B, G, H / G, T, E]
     decay = (own_sums[:, :, :, None] - sums[:, :, None]).clamp_(max=0).to(q.dtype).exp_()
+    whole = own_sums.to(q.dtype).exp_().view(B, G, -1, T, E)
+    t = (whole * q[:, :, None]).view(B, H, T, K)
     # (3) decayed scores times w
-    w = w[:, :, None]
-    b = torch.where(seen, w * _scores(qs, k, decay, H), 0)
     if not recurrence.delta:
-        return (own_sums.to(q.dtype).exp_().view(B, G, -1, T, 1) * qs[:, :, None]).view(B, H, T, K), b
+        return t, torch.where(seen, w * _scores(q, k, decay), 0)
 
-    # (4) rows of back for the new records: the same scores with the key as query, without the record itself
-    keys = k.gather(2, step.place[:, None, :, None].expand(B, G, T, K))
+    # (4) the same with the new keys as queries, without the records themselves: rows of back
+    norm = step.take(records.norm).to(q.dtype)
+    keys = k.gather(2, at_place.expand(B, G, T, K)) * norm.gather(2, step.place[:, None].expand(B, G, T))[..., None]
+    scores = w * _scores(torch.cat([q, keys], 2), k, decay.repeat(1, 1, 2, 1, 1), norm)
     itself = (step.place[:, :, None] == torch.arange(R, device=q.device))[:, None]
-    rows = torch.where(seen & ~itself, -w * _scores(keys, k, decay, H), 0)
+    b = torch.where(seen, scores[:, :, :T], 0)
+    rows = torch.where(seen & ~itself, -scores[:, :, T:], 0)
     old = step.take(records.back)
     back = old if step.base is not None and old.dtype == q.dtype else old.to(q.dtype, copy=True)
     at = torch.arange(B, device=q.device)
@@ -64,13 +68,7 @@ def carry(recurrence: Recurrence, records: Records, step: Step, q: Tensor) -> tu
         records.back[step.slots[:, None], :, step.place] = back[at[:, None], :, step.place].to(records.back.dtype)
     # (5) corrected weights, and the carried query
     c = b + b @ back
-    grown = sums.to(q.dtype).exp_()  # [B, H, R, E]
-    t = own_sums.to(q.dtype).exp_().view(B, G, -1, T, E) * qs[:, :, None]
-    if recurrence.channel_gate:
-        taken = c @ (grown.view(B, G, -1, R, K) * k[:, :, None]).view(B, H, R, K)
-    else:
-        taken = (c * grown.transpose(2, 3)).reshape(B, G, -1, R) @ k
-    return t.view(B, H, T, K) - taken.view(B, H, T, K), c
+    return t - _weighted_keys(c, sums.to(q.dtype).exp_(), k, norm), c
 
 
 def fold(
@@ -87,34 +85,64 @@ def fold(
     then S = exp(P_n) S0 + sum_j exp(P_n - P_j) u_j k_j^T.
     """
     records = layer.ring
-    H, R, E = records.g.shape[1:]
+    k, g = records.k[slots].to(fmt.compute), records.g[slots]
+    n, H, R, E = g.shape
     age = ring.ages(start, R)
     folded = (age < counts[:, None])[:, None, :, None]  # [n, 1, R, 1] by place
-    paths = folded[:, 0] & folded[:, 0].transpose(1, 2) & (age[:, None] <= age[:, :, None])
-    state = fmt.update(tuple(plane[slots] for plane in layer.checkpoint))
-    k = _keys(records.k[slots], records.norm[slots], fmt.compute)
-    G, K = k.shape[1], k.shape[3]
-    k = k[:, :, None].expand(-1, -1, H // G, -1, -1).reshape(-1, H, R, K)
+    k = torch.where(folded, k, 0)
     # (1) running sums P [n, H, R, E] by place, and the whole [n, H, 1, E], 0 where nothing is folded
-    sums = _path_sums(records.g[slots], paths)
+    sums = _path_sums(g, folded[:, 0] & folded[:, 0].transpose(1, 2) & (age[:, None] <= age[:, :, None]))
     whole = sums.amin(2, keepdim=True)
+    decay = (whole - sums).clamp_(max=0).to(fmt.compute).exp_()
     # (2) corrected values u [n, H, R, V]
+    state = fmt.update(tuple(plane[slots] for plane in layer.checkpoint))
     u = torch.where(folded, records.v[slots].to(fmt.compute), 0)
     if recurrence.delta:
-        u = torch.where(folded, u - (sums.to(fmt.compute).exp() * k) @ state.transpose(2, 3), 0)
-        u = u + torch.where(folded, records.back[slots].to(fmt.compute), 0) @ u
-    u = records.w[slots][..., None].to(fmt.compute) * u
-    u = torch.where(folded, u, 0)
-    # (3) S = exp(P_n) S0 + u^T (exp(P_n - P_j) k_j)
-    left = torch.where(folded, (whole - sums).clamp_(max=0).to(fmt.compute).exp() * k, 0)
-    state = state * whole.to(fmt.compute).exp()
-    return torch.baddbmm(state.flatten(0, 1), u.flatten(0, 1).transpose(1, 2), left.flatten(0, 1)).view_as(state)
+        k = k * torch.where(folded[..., 0], records.norm[slots], 0)[..., None].to(fmt.compute)
+        u -= _recalled(state, k, sums.to(fmt.compute).exp_())
+        u += torch.where(folded, records.back[slots].to(fmt.compute), 0) @ u
+    u *= torch.where(folded, records.w[slots][..., None], 0).to(fmt.compute)
+    # (3) S = exp(P_n) S0 + u^T (exp(P_n - P_j) k_j), in place: update gave a tensor of our own
+    state *= whole.to(fmt.compute).exp_()
+    if E == 1:
+        left, right = (decay * u).transpose(2, 3), k
+    else:
+        left, right = u.transpose(2, 3), decay * _per_head(k, H)
+    per_group = state.view(n * right.shape[1], -1, state.shape[-1])
+    per_group.baddbmm_(left.reshape(len(per_group), -1, R), right.flatten(0, 1))
+    return state
 
 
-def _keys(k: Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys in the compute dtype, normalised where the ring keeps their norms: [B, G, R, K]."""
-    k = k.to(dtype)
-    return k * norm[..., None].to(dtype) if norm.shape[-1] else k
+def _recalled(state: Tensor, k: Tensor, grown: Tensor) -> Tensor:
+    """What the checkpoint recalls for every key, decayed to the key's own time: exp(P_j) k_j S0^T, [n, H, R, V].
+
+    Args:
+        state: [n, H, V, K]
+        k: [n, G, R, K]
+        grown: exp(P), [n, H, R, E]
+    """
+    n, H, V, K = state.shape
+    G, R = k.shape[1:3]
+    if grown.shape[-1] > 1:
+        return (grown * _per_head(k, H)) @ state.transpose(2, 3)
+    recalled = k @ state.view(n, G, -1, K).transpose(2, 3)  # [n, G, R, H / G * V]
+    return grown * recalled.unflatten(-1, (-1, V)).transpose(2, 3).reshape(n, H, R, V)
+
+
+def _weighted_keys(c: Tensor, grown: Tensor, k: Tensor, norm: Tensor) -> Tensor:
+    """sum_j c_j exp(P_j) k_j, keys times norm: c [B, H, T, R], exp(P) [B, H, R, E], k [B, G, R, K] -> [B, H, T, K]."""
+    B, H, T, R = c.shape
+    G, K = k.shape[1], k.shape[3]
+    if grown.shape[-1] > 1:
+        return c @ (grown * _per_head(k * norm[..., None], H))
+    weights = (c * grown.transpose(2, 3)).reshape(B, G, -1, R) * norm[:, :, None]
+    return (weights @ k).view(B, H, T, K)
+
+
+def _per_head(k: Tensor, H: int) -> Tensor:
+    """Keys of groups as keys of heads: [B, G, R, K] -> [B, H, R, K]."""
+    B, G, R, K = k.shape
+    return k[:, :, None].expand(B, G, H // G, R, K).reshape(B, H, R, K)
 
 
 def _path_sums(g: Tensor, paths: Tensor) -> Tensor:
@@ -129,11 +157,14 @@ def _path_sums(g: Tensor, paths: Tensor) -> Tensor:
     return (paths.to(torch.float64) @ by_record).view(B, R, H, E).transpose(1, 2) + 0 * g
 
 
-def _scores(q: Tensor, k: Tensor, decay: Tensor, H: int) -> Tensor:
-    """Decayed scores: q [B, G, T, K], k [B, G, R, K], decay [B, H, T, R, E] -> [B, H, T, R]."""
+def _scores(q: Tensor, k: Tensor, decay: Tensor, norm: Tensor | None = None) -> Tensor:
+    """Decayed scores of keys times norm: q [B, G, T, K], k [B, G, R, K], decay [B, H, T, R, E] -> [B, H, T, R]."""
     B, G, T, K = q.shape
-    R = k.shape[2]
-    split = decay.view(B, G, H // G, T, R, -1)
-    if split.shape[-1] == 1:
-        return (split[..., 0] * (q @ k.transpose(2, 3))[:, :, None]).view(B, H, T, R)
+    H, R, E = decay.shape[1], k.shape[2], decay.shape[-1]
+    split = decay.view(B, G, H // G, T, R, E)
+    if E == 1:
+        scores = q @ k.transpose(2, 3)
+        scores = scores if norm is None else scores * norm[:, :, None]
+        return (split[..., 0] * scores[:, :, None]).view(B, H, T, R)
+    k = k if norm is None else k * norm[..., None]
     return (split * (q[:, :, :, None] * k[:, :, None])[:, :, None]).sum(-1).view(B, H, T, R)
