@@ -1,6 +1,8 @@
 """The command line on tiny random models: what it prints, writes, and says when something is wrong."""
 
+import importlib
 import json
+import sys
 
 import pytest
 import torch
@@ -238,6 +240,19 @@ def test_malformed_problems(folder, tmp_path):
 
 def test_place_that_cannot_be_written(folder, tmp_path):
     assert "can't be written" in sentence("compare", "-m", folder, "-p", "abc", "--json", tmp_path / "no" / "rows.json")
+
+
+@COMMANDS
+def test_without_transformers(command, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.utils", None)
+    assert "pip install 'replayssm[transformers]'" in sentence(*command, "-m", folder)
+
+
+def test_without_typer(monkeypatch):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.delitem(sys.modules, "replayssm.cli")
+    with pytest.raises(SystemExit, match=r"needs typer: pip install 'replayssm\[transformers\]'"):
+        importlib.import_module("replayssm.cli")
 
 
 def test_too_few_tokens(folder):

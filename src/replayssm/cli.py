@@ -88,7 +88,10 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _set_up(threads: int | None) -> None:
-    from transformers.utils import logging
+    try:
+        from transformers.utils import logging
+    except ImportError as error:
+        raise ValueError(f"this command needs {error.name}: pip install 'replayssm[transformers]'.") from error
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
