@@ -85,8 +85,19 @@ def test_figures_are_those_of_the_measured_rows():
         if row["format"] == "bf16":  # in the picture only
             continue
         traffic = row["state_bytes_read_per_token"] + row["state_bytes_written_per_token"]
-        figures = [row["tokens_per_second"], traffic / 1e3, row["state_memory_bytes"] / 1e3]
-        for figure in figures:
+        for figure in (row["tokens_per_second"], traffic / 1e3, row["state_memory_bytes"] / 1e3):
             assert re.search(rf"\| {figure:,.0f}( \(| \|)", text), (row["model"], row["format"], figure)
         if row["max_logprob_difference"] is not None:
             assert f"| {row['max_logprob_difference']:.1e} |".replace("e-0", "e-") in text
+
+
+@pytest.mark.parametrize("name", ["compare-batch-1", "compare", "compare-batch-64"])
+def test_speeds_by_batch_are_those_of_the_measured_rows(name):
+    rows = [
+        row for row in json.loads((ROOT / "results" / f"{name}.json").read_text())["rows"] if row["format"] == "fp32"
+    ]
+    speeds = [row["tokens_per_second"] for row in rows]
+    host_m, replay_m, host_q, replay_q = speeds
+    cells = [f"{host_m:,.0f}", f"{replay_m:,.0f} ({replay_m / host_m:.2f}x)"]
+    cells += [f"{host_q:,.0f}", f"{replay_q:,.0f} ({replay_q / host_q:.2f}x)"]
+    assert f"| {' | '.join(cells)} |" in README.read_text()
