@@ -26,46 +26,35 @@ def convolve(pool: Tensor, step: Step, x: Tensor, weight: Tensor, bias: Tensor |
     Returns:
         [B, T, C] in the dtype of x, after silu. Arithmetic in fp32 (fp64 for fp64 inputs).
     """
-    B, T, _ = x.shape
-    W, length = weight.shape[1], pool.shape[1]
-    back = torch.arange(1 - W, T, device=x.device)
-    place = (step.conv_end[:, None] + back) % length  # [B, W - 1 + T]
+    T, W, length = x.shape[1], weight.shape[1], pool.shape[1]
+    at = torch.arange(W - 1, W - 1 + T, device=x.device).expand(len(x), T)  # where tokens stand behind the W - 1 before
+    place = (step.conv_end[:, None] + torch.arange(1 - W, T, device=x.device)) % length
     slots = step.slots[:, None]
     if step.whole:
         pool[slots, place[:, W - 1 :]] = x
     else:
         valid = step.valid()
-        pool[slots.expand(B, T)[valid], place[:, W - 1 :][valid]] = x[valid]
-    window = pool[slots, place]  # [B, W - 1 + T, C]; where a row has no token, whatever is there
+        pool[slots.expand_as(valid)[valid], place[:, W - 1 :][valid]] = x[valid]
     wide = torch.promote_types(x.dtype, torch.float32)
     kernel = weight.to(wide).t()  # [W, C]
-    if step.parent is None:
-        taps = [window[:, d : d + T] for d in range(W)]
-    else:
-        taps = _ancestor_taps(window, step.parent, W)
-    y = taps[0].to(wide) * kernel[0]
-    for d in range(1, W):
-        y += (
-            taps[d].to(wide) * kernel[d]
-        )  # not addcmul: it fuses or not by layout, so a row would depend on its neighbours
+    y = pool[slots, place.gather(1, at)].to(wide).mul_(kernel[-1])
+    for d in reversed(range(W - 1)):
+        at = at - 1 if step.parent is None else _before(step.parent, W).gather(1, at)
+        # not addcmul: it fuses or not by layout, so that a row would depend on its neighbours
+        y += pool[slots, place.gather(1, at)].to(wide).mul_(kernel[d])
     if bias is not None:
         y += bias.to(wide)
     return silu_(y).to(x.dtype)
 
 
-def _ancestor_taps(window: Tensor, parent: Tensor, W: int) -> list[Tensor]:
-    """The W inputs of every tree node, oldest first, each [B, T, C]: itself, its ancestors, then the committed inputs.
+def _before(parent: Tensor, W: int) -> Tensor:
+    """What stands before every input of a tree: the W - 1 committed ones in a row, then each node's parent.
 
     Args:
-        window: [B, W - 1 + T, C] committed inputs, then the step's.
-        parent: [B, T]
+        parent: [B, T], -1 for a root, which follows the newest committed input.
+
+    Returns:
+        [B, W - 1 + T]
     """
-    B, T = parent.shape
-    # the position before each one: committed inputs follow one another; a root (-1) follows the newest of them
-    before = torch.cat([torch.arange(-1, W - 2, device=parent.device).expand(B, -1), parent + W - 1], 1).clamp(min=0)
-    at = torch.arange(W - 1, W - 1 + T, device=parent.device).expand(B, T)
-    taps = []
-    for _ in range(W):
-        taps.append(window.gather(1, at[..., None].expand(-1, -1, window.shape[2])))
-        at = before.gather(1, at)
-    return taps[::-1]
+    committed = torch.arange(-1, W - 2, device=parent.device).clamp(min=0)
+    return torch.cat([committed.expand(len(parent), -1), parent + W - 1], 1)

@@ -52,7 +52,8 @@ def carry(recurrence: Recurrence, records: Records, step: Step, q: Tensor) -> tu
 
     # (4) the same with the new keys as queries, without the records themselves: rows of back
     norm = step.take(records.norm).to(q.dtype)
-    keys = k.gather(2, at_place.expand(B, G, T, K)) * norm.gather(2, step.place[:, None].expand(B, G, T))[..., None]
+    own = (step.slots[:, None], slice(None), step.place)
+    keys = (records.k[own].to(q.dtype) * records.norm[own][..., None].to(q.dtype)).transpose(1, 2)
     scores = w * _scores(torch.cat([q, keys], 2), k, decay.repeat(1, 1, 2, 1, 1), norm)
     itself = (step.place[:, :, None] == torch.arange(R, device=q.device))[:, None]
     b = torch.where(seen, scores[:, :, :T], 0)
