@@ -1,8 +1,15 @@
-"""Every test runs with a fixed seed and one thread; caches come poisoned (replayssm.testing.make_cache)."""
+"""Every test runs with a fixed seed and one thread; caches come poisoned (replayssm.testing.make_cache).
+
+Without a GPU, Triton kernels run in Triton's interpreter, which must be chosen before they are imported.
+"""
+
+import os
 
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 torch.set_num_threads(1)
 
 
@@ -10,3 +17,11 @@ torch.set_num_threads(1)
 def generator() -> torch.Generator:
     """A seeded source of random numbers."""
     return torch.Generator().manual_seed(20261129)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked gpu are skipped where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))

@@ -8,7 +8,6 @@ import torch
 
 import replayssm
 from replayssm import PAD_SLOT, Geometry, ReplayCache, decode_layer, formats, recurrences
-from replayssm.cache import IMPLEMENTATIONS
 from replayssm.testing import LayerInputs, Twin, checksum, make_cache, make_inputs, make_weights, same_bits
 
 SMALL = Geometry(H=4, G=2, V=6, K=8)
@@ -25,7 +24,9 @@ class Case(NamedTuple):
         return make_cache(self.recurrence, geometry, **options)
 
 
-CASES = [Case(*c) for c in itertools.product(recurrences.names(), formats.FORMATS, IMPLEMENTATIONS)]
+CASES = [Case(*c) for c in itertools.product(recurrences.names(), formats.FORMATS, ("reference", "torch"))]
+# Triton's interpreter is slow: every kernel with one format each (test_kernels.py has the other pairs)
+CASES += [Case("mamba2", "split16", "triton"), Case("gdn", "fp32", "triton"), Case("kda", "fp16", "triton")]
 
 
 @pytest.fixture(params=CASES, ids=lambda c: "-".join(c))
@@ -171,7 +172,7 @@ def test_a_row_depends_on_nothing_but_itself(case: Case, generator: torch.Genera
 def test_rejected_drafts_leave_no_trace(case: Case, generator: torch.Generator) -> None:
     """300 steps of random draft lengths and acceptance, steps without drafts and rows without tokens among them."""
     life = Life(case.cache(window=6, max_tokens=4, slots=2), generator)
-    for i in range(300):
+    for i in range(300 if case.implementation != "triton" else 40):
         lengths = [1, 1] if i % 7 == 0 else life.random(2, high=5)
         counted = [int(torch.randint(0, n + 1, (), generator=generator)) for n in lengths]
         life.run([1, 0], lengths, counted)
@@ -193,6 +194,8 @@ def test_state_and_convolution_roll_back_together(case: Case, drafts: int, gener
 
 @pytest.mark.parametrize("drafts", [16, 32, 64])
 def test_long_drafts_with_one_checkpoint(case: Case, drafts: int, generator: torch.Generator) -> None:
+    if case.implementation == "triton" and drafts > 16:
+        pytest.skip("the GPU kernels are made for up to 16 nodes")
     life = Life(case.cache(max_tokens=drafts, slots=1), generator)
     for accepted in (drafts, 5, drafts // 2):
         life.run([0], [drafts], [accepted])
@@ -345,8 +348,9 @@ def test_ring_lengths(case: Case, window: int, max_tokens: int, generator: torch
     ids=str,
 )
 def test_geometries(case: Case, geometry: Geometry, generator: torch.Generator) -> None:
-    life = Life(case.cache(geometry, window=2, slots=2), generator)
-    life.plain(5)
+    slots = 1 if case.implementation == "triton" else 2
+    life = Life(case.cache(geometry, window=2, slots=slots), generator)
+    life.plain(5 if slots == 2 else 3)
     life.twin.check_states()
 
 

@@ -4,12 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
-from replayssm import checks, conv, read
-from replayssm.cache import IMPLEMENTATIONS, ReplayCache
+from replayssm import checks, conv
+from replayssm.cache import ReplayCache
 from replayssm.recurrences import inverse_norm
 from replayssm.ring import Step
-
-_READ = {"reference": read.read_reference, "torch": read.read_torch}
 
 
 def decode(cache: ReplayCache, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, g: Tensor, w: Tensor) -> Tensor:
@@ -54,8 +52,8 @@ def decode(cache: ReplayCache, layer: int, step: Step, q: Tensor, k: Tensor, v: 
         q = q * (inverse_norm(q) * K**-0.5)[..., None]
         norm = inverse_norm(k.to(wide))
     _append(cache, state.ring, step, k, v, g if recurrence.channel_gate else g[..., None], w, norm)
-    t, c = IMPLEMENTATIONS[cache.implementation].carry(recurrence, state.ring, step, q)
-    y = _READ[cache.implementation](cache.format, state, step, t, c).transpose(1, 2).to(cache.dtype)
+    t, c = cache.implementation.carry(recurrence, state.ring, step, q)
+    y = cache.implementation.read(cache.format, state, step, t, c).transpose(1, 2).to(cache.dtype)
     return step.spread(step.zero_padding(y))
 
 

@@ -13,11 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from replayssm import checks, formats, recurrences, ring
-from replayssm.recurrences import Geometry, batched, walked
+from replayssm import checks, formats, implementations, recurrences, ring
+from replayssm.recurrences import Geometry, batched
 from replayssm.ring import PAD_SLOT, Cursors, LayerState, Records, Step
-
-IMPLEMENTATIONS = {"reference": walked, "torch": batched}
 
 
 class ConvGeometry(NamedTuple):
@@ -63,7 +61,7 @@ class ReplayCache:
         conv: the convolution in front, or None where there is none.
         staggered: spread the first flush of neighbouring slots over a window.
         device: where everything lives.
-        implementation: "reference" or "torch"; None takes the one for the device.
+        implementation: "reference", "torch" or "triton"; None takes the fast one for the device.
 
     Raises:
         ValueError: an unknown name, or a size that cannot be.
@@ -88,10 +86,9 @@ class ReplayCache:
         self.format = formats.get(format)
         self.geometry = Geometry(*geometry)
         self.window, self.max_tokens, self.dtype, self.conv = window, max_tokens, dtype, conv
-        self.staggered, self.device = staggered, torch.device(device)
-        self.implementation = implementation or "torch"
-        if self.implementation not in IMPLEMENTATIONS:
-            raise checks.unknown("implementation", implementation, IMPLEMENTATIONS)
+        self.staggered = staggered
+        self.device = torch.empty(0, device=device).device  # "cuda" becomes cuda:0, as tensors name it
+        self.implementation = implementations.choose(implementation, self.device, self.format)
         self._check_sizes(layers, slots)
         self.sizes = ring.Sizes(
             ring=window + max_tokens,
@@ -387,9 +384,8 @@ class ReplayCache:
         cursors = self.cursors.at(slots)
         for layer in self.layers:
             for block in self._blocks(len(slots)):
-                state = self._fold(layer, slots[block], cursors.ring_start[block], cursors.num_committed[block])
-                for plane, value in zip(layer.checkpoint, self.format.encode(state), strict=True):
-                    plane[slots[block]] = value
+                rows = slots[block], cursors.ring_start[block], cursors.num_committed[block]
+                self.implementation.flush(self.recurrence, self.format, layer, *rows)
         self.cursors.put(slots, ring.flush(cursors, self.sizes))
 
     def trim(self, slots: Tensor, n: Tensor | Sequence[int] | int) -> None:
@@ -428,7 +424,8 @@ class ReplayCache:
         H, _, V, K = self.geometry
         out = torch.empty(len(slots), H, V, K, dtype=self.format.compute, device=self.device)
         for block in self._blocks(len(slots)):
-            out[block] = self._fold(state, slots[block], cursors.ring_start[block], n[block])
+            rows = slots[block], cursors.ring_start[block], n[block]
+            out[block] = self.implementation.fold(self.recurrence, self.format, state, *rows)
         return out
 
     def conv_window(self, layer: int, slots: Tensor) -> Tensor:
@@ -584,12 +581,10 @@ class ReplayCache:
                 )
         return path
 
-    def _fold(self, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor) -> Tensor:
-        fold = IMPLEMENTATIONS[self.implementation].fold
-        return fold(self.recurrence, self.format, layer, slots, start, counts)
-
     def _blocks(self, n: int) -> list[slice]:
-        """Slices of n rows whose states fit in batched.BLOCK_BYTES."""
+        """Slices of n rows whose states fit in batched.BLOCK_BYTES; on a GPU all at once."""
+        if self.device.type != "cpu":
+            return [slice(0, n)]
         H, _, V, K = self.geometry
         rows = max(1, batched.BLOCK_BYTES // (H * V * K * self.format.compute.itemsize))
         return [slice(i, min(i + rows, n)) for i in range(0, n, rows)]

@@ -39,8 +39,8 @@ _BASE = {
 }  # fmt: skip
 LAYERS: dict[str, dict[str, Any]] = {
     "mamba2": _BASE | {
-        "model_type": "nemotron_h", "layers_block_type": [*COUNT * ["linear_attention"], "full_attention"], "mamba_num_heads": 64,
-        "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "chunk_size": 8,
+        "model_type": "nemotron_h", "layers_block_type": [*COUNT * ["linear_attention"], "full_attention"],
+        "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "chunk_size": 8,
     },
     "gdn": _BASE | {
         "model_type": "qwen3_5_text", "num_hidden_layers": COUNT + 1,

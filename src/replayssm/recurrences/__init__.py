@@ -52,6 +52,10 @@ class Recurrence(NamedTuple):
         """A record is a constant: copies of a cache share it."""
         return self
 
+    def kernel(self) -> ModuleType:
+        """The module with the recurrence's Triton kernels; importing it needs Triton."""
+        return importlib.import_module(f"{__name__}.{self.name}.kernel")
+
     def gate_dim(self, geometry: Geometry) -> int:
         """E, gates per head: 1, or K where every key channel has its own."""
         return geometry.K if self.channel_gate else 1

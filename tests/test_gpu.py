@@ -1,0 +1,114 @@
+"""On a GPU: the kernels against the fp64 reference on the CPU, at real sizes, and what only a GPU can show."""
+
+import pytest
+import torch
+
+from replayssm import PAD_SLOT, ConvGeometry, Geometry, ReplayCache, decode_layer, recurrences
+from replayssm.testing import make_inputs, make_weights
+
+pytestmark = pytest.mark.gpu
+SIZES = {
+    "mamba2": [Geometry(64, 8, 64, 128), Geometry(12, 2, 80, 128), Geometry(8, 1, 64, 256)],
+    "gdn": [Geometry(32, 16, 128, 128), Geometry(6, 6, 192, 96)],
+    "kda": [Geometry(8, 8, 128, 128)],
+}
+CASES = [(name, geometry) for name, sizes in SIZES.items() for geometry in sizes]
+
+
+def caches(name: str, geometry: Geometry, slots: int, **options) -> tuple[ReplayCache, ReplayCache]:
+    """The kernels' cache, poisoned, and the fp64 yardstick."""
+    conv = ConvGeometry(recurrences.get(name).conv_channels(geometry), 4)
+    options = {"layers": 1, "slots": slots, "window": 16, "conv": conv} | options
+    ours = ReplayCache(name, geometry, device="cuda", **options)
+    for layer in ours.layers:
+        for pool in (*layer.checkpoint, *layer.ring, layer.conv):
+            pool.fill_(torch.nan if pool.is_floating_point() else 77)
+    exact = ReplayCache(name, geometry, **(options | {"format": "fp64", "dtype": torch.float64}))
+    for cache in (ours, exact):
+        cache.reset(cache.allocate(slots))
+    return ours, exact
+
+
+def moved(x, to):
+    return None if x is None else x.to(to)
+
+
+def layer_weights(cache: ReplayCache, weights, to):
+    return type(weights)(*(x.to(to) if isinstance(x, torch.Tensor) else x for x in weights))
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double().cpu() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.parametrize("format", ["fp32", "split16", "bf16", "fp16"])
+@pytest.mark.parametrize("name, geometry", CASES, ids=str)
+def test_kernels_equal_fp64(name: str, geometry: Geometry, format: str, generator: torch.Generator) -> None:
+    """40 steps: plain, drafts with random acceptance, padding rows, rows without tokens."""
+    ours, exact = caches(name, geometry, 4, format=format, max_tokens=4)
+    weights = make_weights(exact, generator)
+    on_gpu, in_fp64 = layer_weights(ours, weights, "cuda"), layer_weights(exact, weights, torch.float64)
+    state_bound = {"fp32": 2e-6, "split16": 2e-6, "bf16": 2e-2, "fp16": 4e-3}[
+        format
+    ]  # 16 bit: 2^-8, 2^-11, few flushes
+    output_bound = {"fp32": 1e-5, "split16": 8e-3, "bf16": 2e-2, "fp16": 4e-3}[format]
+    for i in range(40):
+        T = 1 if i % 3 else 4
+        slots = torch.tensor([3, PAD_SLOT, 0, 2])
+        lengths = torch.randint(0, T + 1, (4,), generator=generator)
+        counted = (torch.rand(4, generator=generator) * (lengths + 1)).long()
+        inputs = make_inputs(ours, 4, T, generator)
+        step = ours.begin(slots.cuda(), lengths.cuda(), tokens=T)
+        y = decode_layer(ours, 0, step, *(moved(x, "cuda") for x in inputs), on_gpu)
+        ours.commit(step, counted.cuda())
+        step = exact.begin(slots, lengths, tokens=T)
+        expected = decode_layer(exact, 0, step, *(moved(x, torch.float64) for x in inputs), in_fp64)
+        exact.commit(step, counted)
+        assert torch.isfinite(y).all() and not y[1].any()
+        if expected.any():
+            assert relative(y, expected) < output_bound
+    live = torch.tensor([0, 2, 3])
+    assert relative(ours.materialize(0, live.cuda()), exact.materialize(0, live)) < state_bound
+
+
+@pytest.mark.parametrize("name", recurrences.names())
+def test_bitwise_repeatable_and_independent_of_neighbours(name: str, generator: torch.Generator) -> None:
+    geometry = SIZES[name][0]
+    results = []
+    inputs = None
+    for run in range(20):
+        rows = 8 if run % 2 else 3
+        cache, _ = caches(name, geometry, 8)
+        cache.cursors.flush_at.fill_(16)
+        weights = layer_weights(cache, make_weights(cache, torch.Generator().manual_seed(1)), "cuda")
+        inputs = inputs or [make_inputs(cache, 8, 1, generator) for _ in range(20)]
+        for x in inputs:
+            step = cache.begin(torch.arange(rows, device="cuda"))
+            y = decode_layer(
+                cache, 0, step, *(moved(part[:rows] if part is not None else None, "cuda") for part in x), weights
+            )
+            cache.commit(step)
+        results.append((y[2].cpu(), cache.materialize(0, torch.tensor([2], device="cuda")).cpu()))
+    assert all(torch.equal(a, results[0][0]) and torch.equal(b, results[0][1]) for a, b in results)
+
+
+@pytest.mark.parametrize("name", recurrences.names())
+def test_state_error_after_32k_tokens(name: str, generator: torch.Generator) -> None:
+    geometry = Geometry(2, 1 if name != "kda" else 2, 64, 64)
+    ours, exact = caches(name, geometry, 1, format="split16", max_tokens=16)
+    weights = make_weights(exact, generator, A_log=torch.full((2,), -7.0))
+    on_gpu, in_fp64 = layer_weights(ours, weights, "cuda"), layer_weights(exact, weights, torch.float64)
+    slot = torch.tensor([0])
+    errors = []
+    for i in range(2048):
+        inputs = make_inputs(ours, 1, 16, generator)
+        step = ours.begin(slot.cuda(), tokens=16)
+        decode_layer(ours, 0, step, *(moved(x, "cuda") for x in inputs), on_gpu)
+        ours.commit(step)
+        step = exact.begin(slot, tokens=16)
+        decode_layer(exact, 0, step, *(moved(x, torch.float64) for x in inputs), in_fp64)
+        exact.commit(step)
+        if i % 256 == 255:
+            errors.append(relative(ours.materialize(0, slot.cuda()), exact.materialize(0, slot)))
+    assert max(errors[-2:]) < 2 * max(errors[:2]) + 1e-6, errors
+    assert max(errors) < 1e-5, errors

@@ -1,0 +1,65 @@
+"""Triton kernels: every recurrence with every format in the interpreter, and compiled for GPUs that are not here."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_contract import SMALL, Life
+
+from replayssm import Geometry, recurrences
+from replayssm.testing import make_cache
+
+FORMATS = ("fp32", "split16", "bf16", "fp16")
+ODD = Geometry(H=3, G=1, V=20, K=24)  # nothing is a power of two
+
+
+@pytest.mark.parametrize("name, format", [*itertools.product(recurrences.names(), FORMATS)])
+def test_every_format_in_every_kernel(name: str, format: str, generator: torch.Generator) -> None:
+    cache = make_cache(name, ODD, format=format, implementation="triton", slots=2, window=3, max_tokens=2)
+    life = Life(cache, generator)
+    for lengths in ([2, 1], [1, 2], [2, 2]):
+        life.run([1, 0], lengths, [1, 1])
+    life.twin.check_states()
+
+
+@pytest.mark.parametrize("name", recurrences.names())
+def test_16_bit_activations(name: str, generator: torch.Generator) -> None:
+    life = Life(make_cache(name, SMALL, dtype=torch.float16, implementation="triton", slots=1, window=2), generator)
+    life.plain(5)
+    life.twin.check_states()
+
+
+def test_without_a_gpu_triton_is_refused_outside_the_interpreter() -> None:
+    code = (
+        "from replayssm import *\nReplayCache('gdn', Geometry(2, 1, 4, 4), layers=1, slots=1, implementation='triton')"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "implementation 'triton' needs a GPU, and the cache is on cpu" in done.stderr
+
+
+def test_formats_that_need_fp64_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"implementation 'triton' computes in fp32; format 'fp64' needs torch.float64"
+    ):
+        make_cache("gdn", SMALL, format="fp64", implementation="triton")
+
+
+@pytest.mark.parametrize("arch", ["90", "100", "gfx942"])
+def test_kernels_compile_without_a_gpu(arch: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("compile_kernels.py"), arch],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4 * 9  # 4 geometries: carry, and read and fold in 4 formats
+    reads = [line for line in lines if " read " in line]
+    assert all(line.endswith("spills 0") for line in reads) or arch == "gfx942", reads
