@@ -70,6 +70,7 @@ def test_problems_are_solved(model: PreTrainedModel, format: str) -> None:
         made = model.generate(**inputs, max_new_tokens=200, eos_token_id=end, do_sample=False)
     answers = [tokenizer.decode(row[inputs["input_ids"].shape[1] :]).split("####")[-1].split("\n")[0] for row in made]
     right = sum(
-        final_number("#### " + answer) == final_number(f"#### {p['answer']}") for answer, p in zip(answers, asked)
+        final_number("#### " + answer) == final_number(f"#### {p['answer']}")
+        for answer, p in zip(answers, asked, strict=True)
     )
     assert right >= 5, answers
