@@ -54,15 +54,17 @@ def main(arch: str) -> None:
     for name, sizes in SHAPES.items():
         module = recurrences.get(name).kernel()
         for H, G, V, K in sizes:
-            base = {"H": H, "K": K, "R": 17, "BR": 32, "BK": 128}
+            base = {"H": H, "K": K, "R": 17, "BR": 16, "BK": 128}
             jobs: list[tuple[str, Any, dict[str, str], dict[str, Any], int]] = []
-            jobs.append(("carry", module.carry_kernel, TYPES, base | {"G": G, "T": 1}, 1))
+            gates = {"E": K if name == "kda" else 1, "TREE": False, "BJ": 8 if name == "mamba2" else 1}
+            carry = base | gates | {"G": G, "T": 1, "BR": 16 if name == "mamba2" else 32}
+            jobs.append(("carry", module.carry_kernel, TYPES, carry, 2 if name == "mamba2" else 1))
             for fmt, (high, low) in PLANES.items():
                 types = TYPES | {"high": high, "low": low, "out_high": high, "out_low": low}
                 tile = base | {"V": V, "FORMAT": fmt}
                 read = tile | {"T": 1, "BV": 64 if V <= 64 else 32}
                 fold = tile | {"G": G, "BV": 32, "OUT": "planes", "DOT": "ieee" if amd else "tf32x3"}
-                jobs.append((f"read {fmt}", kernels.read_kernel, types, read, 2 if V <= 64 else 4))
+                jobs.append((f"read {fmt}", kernels.read_kernel, types, read, 4))
                 jobs.append((f"fold {fmt}", module.fold_kernel, types, fold, 4))
             for what, kernel, types, constants, warps in jobs:
                 print(arch, name, (H, G, V, K), what, resources(kernel, types, constants, warps, target))

@@ -61,5 +61,4 @@ def test_kernels_compile_without_a_gpu(arch: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
     assert len(lines) == 4 * 9  # 4 geometries: carry, and read and fold in 4 formats
-    reads = [line for line in lines if " read " in line]
-    assert all(line.endswith("spills 0") for line in reads) or arch == "gfx942", reads
+    assert all(line.endswith("spills 0") for line in lines) or arch == "gfx942", done.stdout

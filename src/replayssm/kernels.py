@@ -64,6 +64,11 @@ def store_planes(high, low, state, mask, FORMAT: tl.constexpr):
         tl.store(high, state, mask=mask)
 
 
+def _tile(R: int) -> int:
+    """Records that a tile must hold: at most R - 1 count or are seen at a time, since due slots flush first."""
+    return triton.next_power_of_2(max(R - 1, 1))
+
+
 # ---- read ----
 
 
@@ -112,8 +117,8 @@ def read(fmt: Format, layer: LayerState, step: Step, t: Tensor, c: Tensor) -> Te
     read_kernel[(B, H, triton.cdiv(V, BV))](
         high, low, layer.ring.v, t, c, y, step.slots, step.start, step.committed,
         high.stride(0), layer.ring.v.stride(0),
-        T=T, H=H, V=V, K=K, R=R, BR=triton.next_power_of_2(R), BV=BV, BK=triton.next_power_of_2(K),
-        FORMAT=fmt.name, num_warps=2 if V <= 64 else 4,
+        T=T, H=H, V=V, K=K, R=R, BR=_tile(R), BV=BV, BK=triton.next_power_of_2(K),
+        FORMAT=fmt.name, num_warps=4,
     )  # fmt: skip
     return y
 
@@ -127,12 +132,15 @@ def carry(recurrence: Any, records: Records, step: Step, q: Tensor) -> tuple[Ten
     H, R = records.w.shape[1:]
     t = torch.empty(B, H, T, K, dtype=torch.float32, device=q.device)
     c = torch.empty(B, H, T, R, dtype=torch.float32, device=q.device)
-    recurrence.kernel().carry_kernel[(B, G)](
+    heads = H // G
+    BJ = 1 if recurrence.delta else min(8, triton.next_power_of_2(heads))  # heads of one program
+    recurrence.kernel().carry_kernel[(B, G * triton.cdiv(heads, BJ))](
         q.contiguous(), records.k, records.g, records.w, records.norm, records.back, t, c,
         step.slots, step.start, step.committed, step.sees,
         *(pool.stride(0) for pool in (records.k, records.g, records.w, records.norm, records.back)),
-        T=T, H=H, G=G, K=K, R=R, BR=triton.next_power_of_2(R), BK=triton.next_power_of_2(K),
-        num_warps=1 if K <= 128 else 2,
+        T=T, H=H, G=G, K=K, R=R, E=records.g.shape[3], TREE=step.parent is not None,
+        BR=triton.next_power_of_2(R) if recurrence.delta else _tile(R), BK=triton.next_power_of_2(K), BJ=BJ,
+        num_warps=1 if recurrence.delta else 2,
     )  # fmt: skip
     return t, c
 
@@ -168,6 +176,6 @@ def _launch_fold(
         records.k, records.v, records.g, records.w, records.norm, records.back, slots, start, counts,
         planes[0].stride(0), into[0].stride(0),
         *(pool.stride(0) for pool in (records.k, records.v, records.g, records.w, records.norm, records.back)),
-        H=H, G=G, V=V, K=K, R=R, BR=max(16, triton.next_power_of_2(R)), BV=BV, BK=max(16, triton.next_power_of_2(K)),
+        H=H, G=G, V=V, K=K, R=R, BR=max(16, _tile(R)), BV=BV, BK=max(16, triton.next_power_of_2(K)),
         FORMAT=fmt.name, OUT=out, DOT=_dot_precision(), num_warps=4,
     )  # fmt: skip

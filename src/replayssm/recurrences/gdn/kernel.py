@@ -10,56 +10,71 @@ from replayssm.kernels import load_update, store_planes
 def carry_kernel(
     q, k, g, w, norm, back, t, c, slots, start, committed, sees,
     k_slot, g_slot, w_slot, norm_slot, back_slot,
-    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    BR: tl.constexpr, BK: tl.constexpr,
+    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
+    TREE: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """c = b (I + back) and t = exp(P_n) q - sum_j c_j exp(P_j) k_j, one program per row and key group.
+    """The walk, newest record first, of a query and of the step's own key, one program per row and head.
 
-    Arguments as in mamba2; besides, norm [S, G, R] is read and back [S, H, R, R] is read and gets the step's new rows.
+    c_j = w_j (k_j . t), t <- a_j (t - c_j k_j); the key's c, negated, are the new row of back. E gates a
+    record: 1, and K for kda.
+
+    Arguments as in mamba2; besides, norm [S, G, R] is read and back [S, H, R, R] gets the step's new rows. The next
+    record is loaded while the present one is applied.
     """
-    i_b, i_g = tl.program_id(0), tl.program_id(1)
+    i_b, i_h = tl.program_id(0), tl.program_id(1)
+    i_g = i_h // (H // G)
     slot = tl.load(slots + i_b).to(tl.int64)
+    first, before = tl.load(start + i_b), tl.load(committed + i_b)
     o_r, o_k = tl.arange(0, BR), tl.arange(0, BK)
-    place = (tl.load(start + i_b) + o_r) % R
-    next_place = (place + 1) % R
-    before = tl.load(committed + i_b)
-    m_r, m_k = (o_r < R) & (o_r < before + T), o_k < K
-    p_k = k + slot * k_slot + (i_g * R + place[:, None]) * K + o_k
-    b_k = tl.load(p_k, mask=m_r[:, None] & m_k, other=0.0).to(tl.float32)
-    b_k *= tl.load(norm + slot * norm_slot + i_g * R + place, mask=m_r, other=0.0)[:, None]
+    m_k = o_k < K
+    o_e = o_k if E > 1 else 0 * o_k
+    p_k = k + slot * k_slot + i_g * R * K + o_k
+    p_g = g + slot * g_slot + i_h * R * E + o_e
+    p_w, p_norm = w + slot * w_slot + i_h * R, norm + slot * norm_slot + i_g * R
     for i in range(T):
+        own_age = before + i
+        own = (first + own_age) % R
+        row = (i_b * T + i) * R
+        # (1) the step's own record: with its correction for the query, decayed only for its key
+        b_k = tl.load(p_k + own * K, mask=m_k, other=0.0).to(tl.float32) * tl.load(p_norm + own)
+        b_a = tl.exp(tl.load(p_g + own * E, mask=m_k, other=0.0))
         b_q = tl.load(q + ((i_b * T + i) * G + i_g) * K + o_k, mask=m_k, other=0.0)
-        m_see = (tl.load(sees + (i_b * T + i) * R + place, mask=m_r, other=0) != 0) & m_r
-        m_next = (o_r + 1 < R) & (tl.load(sees + (i_b * T + i) * R + next_place, mask=o_r + 1 < R, other=0) != 0)
-        is_own = o_r == before + i
-        m_old = m_see & (o_r != before + i)
-        b_own = tl.sum(tl.where(is_own[:, None], b_k, 0.0), 0)
-        # (1) scores of all records, with the query and with the step's own key
-        b_score, b_kin = tl.sum(b_k * b_q, 1), tl.sum(b_k * b_own, 1)
-        for j in range(H // G):
-            i_h = i_g * (H // G) + j
-            p_g = g + slot * g_slot + i_h * R
-            b_g = tl.load(p_g + place, mask=m_see, other=0.0)
-            # (2) decay: D_j from record j to the token, P_j from the checkpoint to record j
-            b_d = tl.cumsum(tl.load(p_g + next_place, mask=m_next, other=0.0), 0, reverse=True)
-            b_w = tl.exp(b_d) * tl.load(w + slot * w_slot + i_h * R + place, mask=m_see, other=0.0)
-            b_b = tl.where(m_see, b_w * b_score, 0.0)
-            b_row = tl.where(m_old, -b_w * b_kin, 0.0)
-            # (3) the new row of back, and c = b (I + back); record l in rows, j in columns
-            p_back = back + slot * back_slot + i_h * R * R
-            m_back = m_old[:, None] & m_r[None, :]
-            b_back = tl.load(p_back + place[:, None] * R + place[None, :], mask=m_back, other=0.0)
-            b_row += tl.sum(b_row[:, None] * b_back, 0)
-            b_c = b_b + tl.sum(b_b[:, None] * b_back, 0) + tl.sum(tl.where(is_own, b_b, 0.0), 0) * b_row
-            b_row = tl.where(b_row == b_row, b_row, 0.0)  # never NaN, see batched.carry
-            own_place = (tl.load(start + i_b) + before + i) % R
-            tl.store(p_back + own_place * R + place, b_row, mask=o_r < R)
-            tl.store(c + ((i_b * H + i_h) * T + i) * R + place, b_c, mask=o_r < R)
-            # (4) t = exp(P_n) q - sum_j c_j exp(P_j) k_j
-            b_taken = tl.sum((b_c * tl.exp(tl.cumsum(b_g, 0)))[:, None] * b_k, 0)
-            b_t = tl.exp(tl.sum(b_g, 0)) * b_q - b_taken
-            tl.store(t + ((i_b * H + i_h) * T + i) * K + o_k, b_t, mask=m_k)
-        tl.debug_barrier()  # the next token reads this one's row of back
+        own_c = tl.load(p_w + own) * tl.sum(b_k * b_q, 0)
+        b_t = b_a * (b_q - own_c * b_k)
+        b_s = b_a * b_k
+        b_c = tl.where(o_r == own_age, own_c, 0.0)
+        b_row = tl.zeros([BR], tl.float32)
+        # (2) all records before it; for a tree, those that it sees
+        place = (first + own_age - 1 + R) % R
+        more = own_age > 0
+        b_next = tl.load(p_k + place * K, mask=m_k & more, other=0.0).to(tl.float32)
+        next_norm, next_w = tl.load(p_norm + place, mask=more, other=0.0), tl.load(p_w + place, mask=more, other=0.0)
+        b_next_g = tl.load(p_g + place * E, mask=m_k & more, other=0.0)
+        age = own_age - 1
+        while age >= 0:
+            b_k, b_g, weight = b_next * next_norm, b_next_g, next_w
+            if TREE:
+                seen = tl.load(sees + row + place) != 0
+                weight = tl.where(seen, weight, 0.0)
+                b_g = tl.where(seen, b_g, 0.0)
+            place = (place + R - 1) % R
+            more = age > 0
+            b_next = tl.load(p_k + place * K, mask=m_k & more, other=0.0).to(tl.float32)
+            next_norm = tl.load(p_norm + place, mask=more, other=0.0)
+            next_w = tl.load(p_w + place, mask=more, other=0.0)
+            b_next_g = tl.load(p_g + place * E, mask=m_k & more, other=0.0)
+            b_a = tl.exp(b_g)
+            c_t, c_s = weight * tl.sum(b_k * b_t, 0), weight * tl.sum(b_k * b_s, 0)
+            b_t = b_a * (b_t - c_t * b_k)
+            b_s = b_a * (b_s - c_s * b_k)
+            b_c = tl.where(o_r == age, c_t, b_c)
+            b_row = tl.where(o_r == age, -c_s, b_row)
+            age -= 1
+        b_row = tl.where(b_row == b_row, b_row, 0.0)  # never NaN, see batched.carry
+        places = (first + o_r) % R
+        tl.store(back + slot * back_slot + (i_h * R + own) * R + places, b_row, mask=o_r < R)
+        tl.store(c + ((i_b * H + i_h) * T + i) * R + places, b_c, mask=o_r < R)
+        tl.store(t + ((i_b * H + i_h) * T + i) * K + o_k, b_t, mask=m_k)
 
 
 @triton.jit

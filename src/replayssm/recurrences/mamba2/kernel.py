@@ -15,10 +15,10 @@ from replayssm.kernels import load_update, store_planes
 def carry_kernel(
     q, k, g, w, norm, back, t, c, slots, start, committed, sees,
     k_slot, g_slot, w_slot, norm_slot, back_slot,
-    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    BR: tl.constexpr, BK: tl.constexpr,
+    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
+    TREE: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """t = exp(P_n) q and c_j = w_j exp(D_j) (k_j . q), one program per row and key group.
+    """t = exp(P_n) q and c_j = w_j exp(D_j) (k_j . q), one program per row and BJ heads of a key group.
 
     | Name             | Shape        | Dtype      | Dir | Meaning                                   |
     | q                | [B, T, G, K] | fp32       | in  | queries                                   |
@@ -26,33 +26,40 @@ def carry_kernel(
     | norm, back       |              |            | -   | not used: the delta rule's                |
     | t                | [B, H, T, K] | fp32       | out | queries for the checkpoint                |
     | c                | [B, H, T, R] | fp32       | out | weights of v, by ring place               |
-    | sees             | [B, T, R]    | bool       | in  | by ring place                             |
+    | sees             | [B, T, R]    | bool       | in  | by ring place, read for a TREE only       |
     """
-    i_b, i_g = tl.program_id(0), tl.program_id(1)
+    i_b = tl.program_id(0)
+    J: tl.constexpr = H // G
+    tiles: tl.constexpr = (J + BJ - 1) // BJ
+    i_g = tl.program_id(1) // tiles
     slot = tl.load(slots + i_b).to(tl.int64)
+    first, before = tl.load(start + i_b), tl.load(committed + i_b)
     o_r, o_k = tl.arange(0, BR), tl.arange(0, BK)
-    place = (tl.load(start + i_b) + o_r) % R
-    used = o_r < tl.load(committed + i_b) + T
-    m_r, m_k = (o_r < R) & used, o_k < K
+    o_j = tl.program_id(1) % tiles * BJ + tl.arange(0, BJ)
+    i_h = i_g * J + o_j
+    place = (first + o_r) % R
+    next_place = (place + 1) % R
+    m_r, m_k, m_j = (o_r < R) & (o_r < before + T), o_k < K, o_j < J
     p_k = k + slot * k_slot + (i_g * R + place[:, None]) * K + o_k
     b_k = tl.load(p_k, mask=m_r[:, None] & m_k, other=0.0).to(tl.float32)
+    p_g, p_w = g + slot * g_slot + i_h[:, None] * R, w + slot * w_slot + i_h[:, None] * R
     for i in range(T):
+        m_see = m_r & (o_r <= before + i)
+        m_next = (o_r + 1 < R) & (o_r + 1 <= before + i)
+        if TREE:
+            m_see &= tl.load(sees + (i_b * T + i) * R + place, mask=o_r < R, other=0) != 0
+            m_next &= tl.load(sees + (i_b * T + i) * R + next_place, mask=o_r < R, other=0) != 0
         b_q = tl.load(q + ((i_b * T + i) * G + i_g) * K + o_k, mask=m_k, other=0.0)
-        m_see = (tl.load(sees + (i_b * T + i) * R + place, mask=m_r, other=0) != 0) & m_r
-        next_place = (place + 1) % R
-        m_next = (o_r + 1 < R) & (tl.load(sees + (i_b * T + i) * R + next_place, mask=o_r + 1 < R, other=0) != 0)
-        b_score = tl.sum(b_k * b_q, 1)
-        for j in range(H // G):
-            i_h = i_g * (H // G) + j
-            p_g, p_w = g + slot * g_slot + i_h * R, w + slot * w_slot + i_h * R
-            b_g = tl.load(p_g + place, mask=m_see, other=0.0)
-            # (1) D_j: sum of g over what is seen behind record j
-            b_d = tl.cumsum(tl.load(p_g + next_place, mask=m_next, other=0.0), 0, reverse=True)
-            # (2) c_j = w_j exp(D_j) (k_j . q)
-            b_c = tl.load(p_w + place, mask=m_see, other=0.0) * tl.exp(b_d) * b_score
-            tl.store(c + ((i_b * H + i_h) * T + i) * R + place, tl.where(m_see, b_c, 0.0), mask=o_r < R)
-            # (3) t = exp(P_n) q
-            tl.store(t + ((i_b * H + i_h) * T + i) * K + o_k, tl.exp(tl.sum(b_g, 0)) * b_q, mask=m_k)
+        b_g = tl.load(p_g + place, mask=m_j[:, None] & m_see, other=0.0)
+        # (1) D_j: sum of g over what is seen behind record j, [BJ, BR]
+        b_d = tl.cumsum(tl.load(p_g + next_place, mask=m_j[:, None] & m_next, other=0.0), 1, reverse=True)
+        # (2) c_j = w_j exp(D_j) (k_j . q)
+        b_w = tl.load(p_w + place, mask=m_j[:, None] & m_see, other=0.0)
+        b_c = tl.where(m_see, b_w * tl.exp(b_d) * tl.sum(b_k * b_q, 1)[None, :], 0.0)
+        row = (i_b * H + i_h[:, None]) * T + i
+        tl.store(c + row * R + place, b_c, mask=m_j[:, None] & (o_r < R))
+        # (3) t = exp(P_n) q
+        tl.store(t + row * K + o_k, tl.exp(tl.sum(b_g, 1))[:, None] * b_q, mask=m_j[:, None] & m_k)
 
 
 @triton.jit
