@@ -112,3 +112,15 @@ def test_state_error_after_32k_tokens(name: str, generator: torch.Generator) -> 
             errors.append(relative(ours.materialize(0, slot.cuda()), exact.materialize(0, slot)))
     assert max(errors[-2:]) < 2 * max(errors[:2]) + 1e-6, errors
     assert max(errors) < 1e-5, errors
+
+
+def test_counts_out_of_range_are_clamped_and_counted(generator: torch.Generator) -> None:
+    cache, _ = caches("gdn", Geometry(4, 2, 16, 16), 3, max_tokens=2)
+    weights = layer_weights(cache, make_weights(cache, generator), "cuda")
+    slots = torch.tensor([2, PAD_SLOT, 0], device="cuda")
+    step = cache.begin(slots, torch.tensor([7, 9, 2], device="cuda"), tokens=2)
+    y = decode_layer(cache, 0, step, *(moved(x, "cuda") for x in make_inputs(cache, 3, 2, generator)), weights)
+    cache.commit(step, torch.tensor([9, 5, -3], device="cuda"))
+    assert torch.isfinite(y).all()
+    assert cache.num_committed.tolist() == [0, 0, 2]
+    assert cache.cursors.clamped.tolist() == [1, 0, 2]

@@ -261,6 +261,8 @@ class ReplayCache:
             self._check_live(where, used)
             if len(used.unique()) != len(used):
                 raise ValueError(f"{where}: every slot may be given once a step; got {used.tolist()}.")
+        else:
+            lengths = self._clamped(given, lengths, torch.full_like(lengths, tokens))
         if parent is not None:
             parent = self._check_tree(where, parent, len(given), tokens)
 
@@ -322,8 +324,7 @@ class ReplayCache:
         where = f"{self.recurrence.name}.commit"
         if (path is None) != (step.parent is None) or (path is not None and n is not None):
             raise ValueError(f"{where}: a tree is committed by path, a chain by n; this step is a {step.kind}.")
-        cursors = self.cursors.at(step.slots)
-        if self.device.type == "cpu" and not torch.equal(cursors.num_pending, step.lengths):
+        if self.device.type == "cpu" and not torch.equal(self.cursors.num_pending[step.slots], step.lengths):
             raise ValueError(
                 f"{where}: this step was committed already, or another began after it; commit a step once."
             )
@@ -337,7 +338,9 @@ class ReplayCache:
             n = step.select(checks.counts(where, "n", n, step.rows, self.device))
             if self.device.type == "cpu":
                 checks.within(where, "n", n, step.lengths, step.slots, "Only tokens of the step can count.")
-        self.cursors.put(step.slots, ring.commit(cursors, n, self.sizes))
+            else:
+                n = self._clamped(step.slots, n, step.lengths)
+        self.cursors.put(step.slots, ring.commit(self.cursors.at(step.slots), n, self.sizes))
 
     def _clear(self, slots: Tensor, places: Tensor) -> None:
         """Zero ring places [B, n]: a forgotten draft may have left values that are not finite, and 0 * NaN is NaN."""
@@ -539,6 +542,13 @@ class ReplayCache:
         if self.device.type == "cpu" and not bool(self.cursors.live[slots].all()):
             dead = slots[self.cursors.live[slots] == 0].tolist()
             raise ValueError(f"{where}: slots {dead} are not loaded; reset or load a slot before its first token.")
+
+    def _clamped(self, slots: Tensor, got: Tensor, most: Tensor) -> Tensor:
+        """Counts between 0 and most. To refuse others would be to wait for the device: they are clamped and counted."""
+        right = torch.minimum(got.clamp(min=0), most)
+        wrong = (right != got) & (slots != PAD_SLOT)
+        self.cursors.clamped.index_add_(0, slots.clamp(min=0), wrong.to(torch.int64))
+        return right
 
     def _check_tree(self, where: str, parent: Tensor, rows: int, tokens: int) -> Tensor:
         parent = torch.as_tensor(parent, device=self.device)

@@ -38,6 +38,9 @@ class Cursors(NamedTuple):
     conv_end: Tensor
     reach: Tensor
     live: Tensor  # 1 once the slot was reset or loaded, 0 while it is free
+    clamped: (
+        Tensor  # how many counts out of range a device has met since then: they are clamped there, refused on a CPU
+    )
 
     def at(self, slots: Tensor) -> "Cursors":
         """The cursors of some slots, copied: [len(slots)] each."""
@@ -70,7 +73,8 @@ def first_flush(slots: Tensor, window: int, staggered: bool) -> Tensor:
 def reset(slots: Tensor, sizes: Sizes, staggered: bool) -> Cursors:
     """Cursors of slots whose whole history is in their checkpoint and convolution window."""
     zero = torch.zeros_like(slots)
-    return Cursors(zero, zero, zero, first_flush(slots, sizes.window, staggered), zero, zero, torch.ones_like(slots))
+    first = first_flush(slots, sizes.window, staggered)
+    return Cursors(zero, zero, zero, first, zero, zero, torch.ones_like(slots), zero)
 
 
 def begin(c: Cursors, lengths: Tensor, sizes: Sizes) -> Cursors:
