@@ -61,9 +61,9 @@ def main(arch: str) -> None:
             jobs.append(("carry", module.carry_kernel, TYPES, carry, 2 if name == "mamba2" else 1))
             for fmt, (high, low) in PLANES.items():
                 types = TYPES | {"high": high, "low": low, "out_high": high, "out_low": low}
-                tile = base | {"V": V, "FORMAT": fmt}
+                tile = base | {"V": V}
                 read = tile | {"T": 1, "BV": 64 if V <= 64 else 32}
-                fold = tile | {"G": G, "BV": 32, "OUT": "planes", "DOT": "ieee" if amd else "tf32x3"}
+                fold = tile | {"G": G, "FORMAT": fmt, "BV": 32, "OUT": "planes", "DOT": "ieee" if amd else "tf32x3"}
                 jobs.append((f"read {fmt}", kernels.read_kernel, types, read, 4))
                 jobs.append((f"fold {fmt}", module.fold_kernel, types, fold, 4))
             for what, kernel, types, constants, warps in jobs:

@@ -7,7 +7,7 @@ from torch import Tensor
 from replayssm import checks, conv
 from replayssm.cache import ReplayCache
 from replayssm.recurrences import inverse_norm
-from replayssm.ring import Step
+from replayssm.ring import Records, Step
 
 
 def decode(cache: ReplayCache, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, g: Tensor, w: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def decode_layer(
 
 
 def _append(
-    cache: ReplayCache, records: Any, step: Step, k: Tensor, v: Tensor, g: Tensor, w: Tensor, norm: Tensor | None
+    cache: ReplayCache, records: Records, step: Step, k: Tensor, v: Tensor, g: Tensor, w: Tensor, norm: Tensor | None
 ) -> None:
     """Write the step's records at their places, zeros where a row has no token."""
     fields = {"k": k, "v": v, "g": g, "w": w} | ({} if norm is None else {"norm": norm})

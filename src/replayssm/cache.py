@@ -289,7 +289,6 @@ class ReplayCache:
             living=living,
             slots=slots,
             base=ring.consecutive(slots),
-            given=given,
             lengths=lengths,
             whole=bool((lengths == tokens).all()),
             start=start,

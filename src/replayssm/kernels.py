@@ -29,8 +29,8 @@ def _dot_precision() -> str:
 
 
 @triton.jit
-def load_read(high, low, mask, FORMAT: tl.constexpr):
-    """A tile of the checkpoint as tokens read it, fp32. `low` is not touched."""
+def load_read(high, mask):
+    """A tile of the checkpoint as tokens read it, fp32: in every format here the first plane."""
     return tl.load(high, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
 
 
@@ -74,14 +74,14 @@ def _tile(R: int) -> int:
 
 @triton.jit
 def read_kernel(
-    high, low, v, t, c, y, slots, start, committed, plane_slot, v_slot,
+    high, v, t, c, y, slots, start, committed, plane_slot, v_slot,
     T: tl.constexpr, H: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    BR: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
+    BR: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """y = S0 t + c . v, one program per row, head and tile of V; the tile of the checkpoint is read once for all T.
 
     | Name       | Shape        | Dtype  | Dir | Meaning                              |
-    | high, low  | [S, H, V, K] | format | in  | planes of the checkpoint             |
+    | high       | [S, H, V, K] | format | in  | the plane that tokens read           |
     | v          | [S, H, R, V] |        | in  | the ring                             |
     | t          | [B, H, T, K] | fp32   | in  | carried queries                      |
     | c          | [B, H, T, R] | fp32   | in  | weights of v, by ring place          |
@@ -94,7 +94,7 @@ def read_kernel(
     o_r, o_v, o_k = tl.arange(0, BR), i_v * BV + tl.arange(0, BV), tl.arange(0, BK)
     m_v, m_k = o_v < V, o_k < K
     at = slot * plane_slot + (i_h * V + o_v[:, None]) * K + o_k
-    b_s = load_read(high + at, low + at, m_v[:, None] & m_k, FORMAT)
+    b_s = load_read(high + at, m_v[:, None] & m_k)
     place = (tl.load(start + i_b) + o_r) % R
     m_r = (o_r < R) & (o_r < tl.load(committed + i_b) + T)
     p_v = v + slot * v_slot + (i_h * R + place[:, None]) * V + o_v
@@ -112,13 +112,13 @@ def read(fmt: Format, layer: LayerState, step: Step, t: Tensor, c: Tensor) -> Te
     B, H, T, K = t.shape
     V, R = layer.ring.v.shape[3], layer.ring.v.shape[2]
     y = torch.empty(B, H, T, V, dtype=torch.float32, device=t.device)
-    high, low = layer.checkpoint[0], layer.checkpoint[-1]
+    high = layer.checkpoint[0]
     BV = min(64 if V <= 64 else 32, triton.next_power_of_2(V))
     read_kernel[(B, H, triton.cdiv(V, BV))](
-        high, low, layer.ring.v, t, c, y, step.slots, step.start, step.committed,
+        high, layer.ring.v, t, c, y, step.slots, step.start, step.committed,
         high.stride(0), layer.ring.v.stride(0),
         T=T, H=H, V=V, K=K, R=R, BR=_tile(R), BV=BV, BK=triton.next_power_of_2(K),
-        FORMAT=fmt.name, num_warps=4,
+        num_warps=4,
     )  # fmt: skip
     return y
 

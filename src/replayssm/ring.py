@@ -175,7 +175,6 @@ class Step(NamedTuple):
         living: [B] of the caller's rows, or None where all of them live.
         slots, lengths, start, committed, conv_end: [B]
         base: the first slot where slots are base, base + 1, ...; tensors are then read as views. None otherwise.
-        given: [rows] the slots as the caller gave them.
         whole: every row brings all `tokens`.
         place: [B, T] ring place of every token's record.
         order: [B, R] ring place of every record, oldest first; age: [B, R] its inverse.
@@ -189,7 +188,6 @@ class Step(NamedTuple):
     living: Tensor | None
     slots: Tensor
     base: int | None
-    given: Tensor
     lengths: Tensor
     whole: bool
     start: Tensor
