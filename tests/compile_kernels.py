@@ -10,7 +10,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from replayssm import kernels, recurrences
+from replayssm import Geometry, kernels, recurrences, ring_kernel
+from replayssm.kernels import Field, Inputs, LayerWeights, Pool, Ring
 
 PLANES = {
     "fp32": ("*fp32", "*fp32"),
@@ -19,19 +20,31 @@ PLANES = {
     "fp16": ("*fp16", "*fp16"),
 }
 SHAPES = {
-    "mamba2": [(64, 8, 64, 128), (96, 8, 80, 128)],
-    "gdn": [(32, 16, 128, 128)],
+    "mamba2": [(64, 8, 64, 128), (96, 8, 80, 128), (128, 8, 64, 128)],
+    "gdn": [(32, 16, 128, 128), (64, 16, 128, 128)],
     "kda": [(32, 32, 128, 128)],
 }
-TYPES = dict.fromkeys(("slots", "start", "committed", "counts"), "*i64")
-TYPES |= {"sees": "*i1", "k": "*bf16", "v": "*bf16"}
-TYPES |= {f"{name}_slot": "i64" for name in ("plane", "out", "k", "v", "g", "w", "norm", "back")}
+WINDOW, WIDTH = 16, 4
+ROWS = (1, 256)
+EXTRA: dict[str, int] = {}
+BF16, FP32 = Field("*bf16", "i32", "i32"), Field("*fp32", "i32", "i32")
+RING = Ring(*(Pool(pointer, "i32") for pointer in ("*bf16", "*bf16", "*fp32", "*fp32", "*fp32", "*fp32", "*bf16")))
 
 
-def resources(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, target: GPUTarget) -> str:
+def resources(kernel: Any, types: dict[str, Any], constants: dict[str, Any], warps: int, target: GPUTarget) -> str:
     """Registers and spilled bytes of one kernel, from the assembler; None where its target has no such report."""
-    signature = {name: types.get(name, "*fp32") for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
-    made = triton.compile(ASTSource(kernel, signature, constants, {}), target=target, options={"num_warps": warps})
+    signature = types | dict.fromkeys(constants, "constexpr")
+    nones = [(i,) for i, name in enumerate(kernel.arg_names) if signature[name] is None]
+    for name, value in signature.items():
+        if isinstance(value, tuple):
+            at = kernel.arg_names.index(name)
+            nones += [(at, i) for i, part in enumerate(value) if part is None]
+            signature[name] = type(value)(*("constexpr" if part is None else part for part in value))
+        elif value is None:
+            signature[name] = "constexpr"
+    signature = {name: signature[name] for name in kernel.arg_names}
+    known = {(kernel.arg_names.index(name),): value for name, value in constants.items()} | dict.fromkeys(nones)
+    made = triton.compile(ASTSource(kernel, signature, known, {}), target=target, options={"num_warps": warps, **EXTRA})
     if target.backend != "cuda":
         return "registers None spills None"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -44,30 +57,68 @@ def resources(kernel: Any, types: dict[str, str], constants: dict[str, Any], war
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = re.search(r"Used (\d+) registers", report)[1]
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))
-    return f"registers {registers} spills {spills}"
+    return f"registers {registers} shared {made.metadata.shared} spills {spills}"
+
+
+def jobs(
+    name: str, size: tuple[int, ...], tokens: int, amd: bool
+) -> list[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
+    """What, kernel, argument types, constants and warps of every kernel of one geometry."""
+    recurrence, (H, G, V, K) = recurrences.get(name), size
+    module, delta, R = recurrence.kernel(), recurrence.delta, WINDOW + tokens
+    DOT, PDL = ("ieee", False) if amd else ("tf32x3", True)
+    shape = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K), "DOT": DOT}
+    step = shape | {
+        "T": tokens, "N": H if delta else G, "L": WIDTH - 1 + tokens, "W": WIDTH,
+        "V_FIRST": 2 * G * K if delta else 0, "BP": WINDOW, "BT": triton.next_power_of_2(tokens),
+        "BR": triton.next_power_of_2(WINDOW + tokens - 1), "CARRY": module.carry, "PDL": PDL,
+    }  # fmt: skip
+    bound = None if delta else "fp32"
+    types = {
+        "ring": RING, "inputs": Inputs(BF16, BF16, BF16, BF16 if delta else None, BF16),
+        "weights": LayerWeights("*bf16", None, "*fp32", "*fp32", "fp32", bound, bound),
+        "table": "*i32", "parent": None, "kin": None, "t": "*fp32", "c": "*fp32", "y": "*bf16",
+        "skip": None if delta else Field("*fp32", "i32", "i32"), "gate": None,
+    }  # fmt: skip
+    found = []
+    for fmt, (high, low) in PLANES.items():
+        planes = {"high": Pool(high, "i32"), "low": Pool(low, "i32")}
+        for rows in ROWS:
+            chosen = kernels.launch(recurrence, Geometry(*size), rows, tokens, 4 if fmt == "fp32" else 2)
+            for what, kernel, tile, fold in (
+                (f"B={rows}", kernels.decode_kernel, chosen.rows, None if chosen.programs else module.fold),
+                (f"B={rows} due", kernels.due_kernel, chosen.due, module.fold),
+            ):
+                constants = step | {"FORMAT": fmt, "FOLD": fold} | kernels.cut(Geometry(*size), tile)
+                warps = constants.pop("num_warps")
+                own = {} if fold is None or kernel is kernels.decode_kernel else {"B": "i32"}
+                if kernel is kernels.decode_kernel or chosen.programs:
+                    found.append((f"{what} {fmt}", kernel, planes | types | own, constants, warps))
+        into = planes | {"out_high": Pool(high, "i32"), "out_low": Pool(low, "i32"), "ring": RING}
+        rows_of = dict.fromkeys(("slots", "start", "counts"), "*i64")
+        fold = shape | {"BR": WINDOW, "BF": 16, "FORMAT": fmt, "OUT": fmt, "FOLD": module.fold, "IN_PLACE": True}
+        found.append((f"flush {fmt}", kernels.fold_kernel, into | rows_of, fold, 4))
+    return found
 
 
 def main(arch: str) -> None:
     """One line per kernel, geometry and format."""
     amd = arch.startswith("gfx")
     target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch), 32)
+    cursors = {"cursors": "*i64", "table": "*i32", "S": "i32", "B": "i32", "BLOCK": ring_kernel.BLOCK}
+    begin = {"given": "*i64", "lengths": "*i64", "T": 1, "R": WINDOW + 1, "MOST": 1, "WINDOW": WINDOW}
+    commit = {"counts": "*i64", "CONV": WIDTH}
+    for what, kernel, own in (
+        ("begin", ring_kernel.begin_kernel, begin),
+        ("commit", ring_kernel.commit_kernel, commit),
+    ):
+        types = {name: x for name, x in (cursors | own).items() if isinstance(x, str)}
+        constants = {name: x for name, x in (cursors | own).items() if not isinstance(x, str)}
+        print(arch, "all", what, resources(kernel, types, constants, 4, target), flush=True)
     for name, sizes in SHAPES.items():
-        module = recurrences.get(name).kernel()
-        for H, G, V, K in sizes:
-            base = {"H": H, "K": K, "R": 17, "BR": 16, "BK": 128}
-            jobs: list[tuple[str, Any, dict[str, str], dict[str, Any], int]] = []
-            gates = {"E": K if name == "kda" else 1, "TREE": False, "BJ": 8 if name == "mamba2" else 1}
-            carry = base | gates | {"G": G, "T": 1, "BR": 16 if name == "mamba2" else 32}
-            jobs.append(("carry", module.carry_kernel, TYPES, carry, 2 if name == "mamba2" else 1))
-            for fmt, (high, low) in PLANES.items():
-                types = TYPES | {"high": high, "low": low, "out_high": high, "out_low": low}
-                tile = base | {"V": V}
-                read = tile | {"T": 1, "BV": 64 if V <= 64 else 32}
-                fold = tile | {"G": G, "FORMAT": fmt, "BV": 32, "OUT": "planes", "DOT": "ieee" if amd else "tf32x3"}
-                jobs.append((f"read {fmt}", kernels.read_kernel, types, read, 4))
-                jobs.append((f"fold {fmt}", module.fold_kernel, types, fold, 4))
-            for what, kernel, types, constants, warps in jobs:
-                print(arch, name, (H, G, V, K), what, resources(kernel, types, constants, warps, target))
+        for size in sizes:
+            for what, kernel, types, constants, warps in jobs(name, size, 1, amd):
+                print(arch, name, size, what, resources(kernel, types, constants, warps, target), flush=True)
 
 
 if __name__ == "__main__":

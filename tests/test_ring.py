@@ -16,7 +16,7 @@ def test_cursors_follow_a_list(moves: list[tuple[int, int, bool, int]]) -> None:
     places: list[int] = []  # where each committed record lies
     inputs, newest = list(range(-3, 0)), 0  # convolution inputs that are still in their ring, by token number
     for length, accepted, flush_early, back in moves:
-        if bool(ring.due(c)) or flush_early:
+        if bool(ring.due(c, length)) or flush_early:
             c, places = ring.flush(c, SIZES), []
         c = ring.begin(c, torch.tensor([length]), SIZES)
         at = ring.places(c.ring_start, c.num_committed, 3, SIZES.ring)[0].tolist()

@@ -1,16 +1,17 @@
-"""decode, convolve, decode_layer: check once, choose the implementation, call it."""
+"""decode, convolve, decode_layer: check once, then call the cache's implementation."""
 
 from typing import Any
 
 from torch import Tensor
 
-from replayssm import checks, conv
+from replayssm import checks
 from replayssm.cache import ReplayCache
-from replayssm.recurrences import inverse_norm
-from replayssm.ring import Records, Step
+from replayssm.implementations import AnyStep, Raw, Ready
 
 
-def decode(cache: ReplayCache, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, g: Tensor, w: Tensor) -> Tensor:
+def decode(
+    cache: ReplayCache, layer: int, step: AnyStep, q: Tensor, k: Tensor, v: Tensor, g: Tensor, w: Tensor
+) -> Tensor:
     """Outputs for the step's tokens in one layer; their records are appended. The checkpoint is only read.
 
     Args:
@@ -42,23 +43,12 @@ def decode(cache: ReplayCache, layer: int, step: Step, q: Tensor, k: Tensor, v: 
         where, "g", g, letters, shape, wide, cache.device, "Gates are kept in fp32 whatever the activations are."
     )
     checks.tensor(where, "w", w, "[B, T, H]", (B, T, H), wide, cache.device)
-    state = cache._layer(where, layer)
-    if not len(step.slots):
-        return v.new_zeros(B, T, H, V)
-
-    q, k, v, g, w = (step.select(x) for x in (q, k, v, g, w))
-    q, norm = q.to(wide), None
-    if recurrence.delta:
-        q = q * (inverse_norm(q) * K**-0.5)[..., None]
-        norm = inverse_norm(k.to(wide))
-    _append(cache, state.ring, step, k, v, g if recurrence.channel_gate else g[..., None], w, norm)
-    t, c = cache.implementation.carry(recurrence, state.ring, step, q)
-    y = cache.implementation.read(cache.format, state, step, t, c).transpose(1, 2).to(cache.dtype)
-    return step.spread(step.zero_padding(y))
+    state = cache._layer(where, layer, step)
+    return cache.implementation.decode(cache, state, step, Ready(q, k, v, g, w))
 
 
 def convolve(
-    cache: ReplayCache, layer: int, step: Step, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    cache: ReplayCache, layer: int, step: AnyStep, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """The short convolution and its silu for the step's tokens in one layer; raw inputs are kept for later steps.
 
@@ -81,12 +71,18 @@ def convolve(
     checks.tensor(where, "weight", weight, "[C, W]", (C, W), None, cache.device)
     if bias is not None:
         checks.tensor(where, "bias", bias, "[C]", (C,), None, cache.device)
-    pool = cache._layer(where, layer).conv
-    return step.spread(step.zero_padding(conv.convolve(pool, step, step.select(x), weight, bias)))
+    return cache.implementation.convolve(cache._layer(where, layer), step, x, weight, bias)
 
 
 def decode_layer(
-    cache: ReplayCache, layer: int, step: Step, x: Tensor, raw_g: Tensor | None, raw_w: Tensor, weights: Any
+    cache: ReplayCache,
+    layer: int,
+    step: AnyStep,
+    x: Tensor,
+    raw_g: Tensor | None,
+    raw_w: Tensor,
+    weights: Any,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """A whole recurrent layer between its two projections: convolution, gates, norms, carry, read, append, skip.
 
@@ -95,6 +91,7 @@ def decode_layer(
         raw_g: the decay's projection before any nonlinearity: None (mamba2), [B, T, H] (gdn), [B, T, H, K] (kda).
         raw_w: the projection of dt (mamba2) or beta (gdn, kda) before any nonlinearity, [B, T, H].
         weights: replayssm.recurrences.<name>.Weights.
+        gate: z [B, T, H, V], or None: outputs are multiplied by silu(z).
 
     Returns:
         y [B, T, H, V] in the cache's dtype, D v included where there is a skip.
@@ -102,29 +99,26 @@ def decode_layer(
     Raises:
         ValueError: as decode and convolve. Nothing changes.
     """
-    recurrence, (H, _, _, K) = cache.recurrence, cache.geometry
+    recurrence, (H, _, V, K) = cache.recurrence, cache.geometry
     where = f"{recurrence.name}.decode_layer"
     B, T = step.rows, step.tokens
+    if cache.conv is None:
+        raise ValueError(f"{where}: this cache was made without conv; give ReplayCache a ConvGeometry, or use decode.")
     if not isinstance(weights, recurrence.weights):
         raise ValueError(f"{where}: weights must be a {recurrence.name}.Weights; got {type(weights).__name__}.")
+    checks.tensor(where, "x", x, "[B, T, C]", (B, T, cache.conv.channels), cache.dtype, cache.device)
+    if (raw_g is None) == recurrence.delta:
+        needed = "given" if recurrence.delta else "None, since dt decides the decay"
+        raise ValueError(f"{where}: raw_g must be {needed}; got {'None' if raw_g is None else 'a tensor'}.")
     if raw_g is not None:
-        gate = (B, T, H, K) if recurrence.channel_gate else (B, T, H)
-        checks.tensor(where, "raw_g", raw_g, "[B, T, H(, K)]", gate, None, cache.device)
+        shape = (B, T, H, K) if recurrence.channel_gate else (B, T, H)
+        checks.tensor(where, "raw_g", raw_g, "[B, T, H(, K)]", shape, None, cache.device)
     checks.tensor(where, "raw_w", raw_w, "[B, T, H]", (B, T, H), None, cache.device)
-    g, w = recurrence.gates(raw_g, raw_w, weights)
-    q, k, v = recurrence.split(convolve(cache, layer, step, x, weights.conv_weight, weights.conv_bias), cache.geometry)
-    y = decode(cache, layer, step, q, k, v, g.to(cache.format.compute), w.to(cache.format.compute))
-    D = getattr(weights, "D", None)
-    if D is not None:
-        y = (y + (D[:, None] if D.ndim == 1 else D) * v).to(y.dtype)
-    return y
-
-
-def _append(
-    cache: ReplayCache, records: Records, step: Step, k: Tensor, v: Tensor, g: Tensor, w: Tensor, norm: Tensor | None
-) -> None:
-    """Write the step's records at their places, zeros where a row has no token."""
-    fields = {"k": k, "v": v, "g": g, "w": w} | ({} if norm is None else {"norm": norm})
-    for name, x in fields.items():
-        pool = getattr(records, name)
-        pool[step.slots[:, None], :, step.place] = step.zero_padding(x).to(pool.dtype)
+    if gate is not None:
+        checks.tensor(where, "gate", gate, "[B, T, H, V]", (B, T, H, V), None, cache.device)
+    C, W = cache.conv
+    checks.tensor(where, "conv_weight", weights.conv_weight, "[C, W]", (C, W), None, cache.device)
+    if weights.conv_bias is not None:
+        checks.tensor(where, "conv_bias", weights.conv_bias, "[C]", (C,), None, cache.device)
+    state = cache._layer(where, layer, step)
+    return cache.implementation.decode_layer(cache, state, step, Raw(x, raw_g, raw_w), weights, gate)

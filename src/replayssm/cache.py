@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from replayssm import checks, formats, implementations, recurrences, ring
+from replayssm.implementations import AnyStep
 from replayssm.recurrences import Geometry, batched
-from replayssm.ring import PAD_SLOT, Cursors, LayerState, Records, Step
+from replayssm.ring import PAD_SLOT, Cursors, DeviceStep, LayerState, Records, Step
 
 
 class ConvGeometry(NamedTuple):
@@ -98,7 +99,9 @@ class ReplayCache:
         )
         self.num_slots = slots
         self.layers = [self._new_layer(slots) for _ in range(layers)]
-        self.cursors = Cursors(*torch.zeros(len(Cursors._fields), slots, dtype=torch.int64, device=self.device))
+        self.cursor_tensor = torch.zeros(len(Cursors._fields), slots, dtype=torch.int64, device=self.device)
+        self.cursors = Cursors(*self.cursor_tensor)
+        self._decoded: set[int] = set()  # layers, in the newest step
         self._free = deque(range(slots))
         self._allocated: set[int] = set()
 
@@ -231,7 +234,7 @@ class ReplayCache:
         lengths: Tensor | Sequence[int] | int | None = None,
         tokens: int = 1,
         parent: Tensor | None = None,
-    ) -> Step:
+    ) -> AnyStep:
         """Start one step of the model for a batch of rows, for all layers. Slots that are due are flushed first.
 
         Args:
@@ -241,7 +244,9 @@ class ReplayCache:
             parent: [rows, T] index of every token's parent within the step, -1 for none; None for a chain.
 
         Returns:
-            The step, to be given to decode and commit. A step that is never committed leaves no trace.
+            The step, to be given to decode, once in every layer, and then to commit. If it is never committed it leaves
+            no trace. Until the last layer's decode, no other verb may touch the step's slots but reset, load and free:
+            on a GPU, a slot that is due is folded by each layer's own decode.
 
         Raises:
             ValueError: a slot out of range, given twice or not loaded; an impossible length or tree. Nothing changes.
@@ -254,57 +259,23 @@ class ReplayCache:
                 f"of {self.sizes.ring} places leaves behind a window of {self.window}; got {tokens}. "
                 "Make the cache with a larger max_tokens."
             )
-        lengths = checks.counts(where, "lengths", tokens if lengths is None else lengths, len(given), self.device)
-        used = given[given != PAD_SLOT]
-        if self.device.type == "cpu":
-            checks.within(where, "lengths", lengths, tokens, given, "A row brings 0 to T tokens.")
+        if lengths is not None:
+            lengths = checks.counts(where, "lengths", lengths, len(given), self.device)
+        if not self.implementation.on_device:
+            used = given[given != PAD_SLOT]
+            if lengths is not None:
+                checks.within(where, "lengths", lengths, tokens, given, "A row brings 0 to T tokens.")
             self._check_live(where, used)
             if len(used.unique()) != len(used):
                 raise ValueError(f"{where}: every slot may be given once a step; got {used.tolist()}.")
-        else:
-            lengths = self._clamped(given, lengths, torch.full_like(lengths, tokens))
         if parent is not None:
             parent = self._check_tree(where, parent, len(given), tokens)
-
-        lives = (given != PAD_SLOT) & (lengths > 0)
-        whole = bool(lives.all())
-        living = None if whole else lives.nonzero().squeeze(1)
-        slots, lengths = (given, lengths) if whole else (given[lives], lengths[lives])
-        self.flush(slots[ring.due(self.cursors.at(slots))])
-        self.cursors.num_pending[used] = 0
-        cursors = ring.begin(self.cursors.at(slots), lengths, self.sizes)
-        self.cursors.put(slots, cursors)
-        start, committed, R = cursors.ring_start, cursors.num_committed, self.sizes.ring
-        if self.max_tokens > 1:
-            self._clear(slots, ring.places(start, committed, self.max_tokens, R))
-        age = ring.ages(start, R)
-        if parent is not None and living is not None:
-            parent = parent[living]
-        place = ring.places(start, committed, tokens, R)
-        paths = ring.paths(committed, lengths, tokens, R, parent)
-        paths = paths.gather(1, age[:, :, None].expand_as(paths)).gather(2, age[:, None].expand_as(paths))
-        return Step(
-            rows=len(given),
-            tokens=tokens,
-            living=living,
-            slots=slots,
-            base=ring.consecutive(slots),
-            lengths=lengths,
-            whole=bool((lengths == tokens).all()),
-            start=start,
-            committed=committed,
-            conv_end=cursors.conv_end,
-            place=place,
-            order=ring.places(start, torch.zeros_like(start), R, R),
-            age=age,
-            paths=paths,
-            sees=paths.gather(1, place[:, :, None].expand(-1, -1, R)),
-            parent=parent,
-        )
+        self._decoded.clear()
+        return self.implementation.begin(self, given, lengths, tokens, parent)
 
     def commit(
         self,
-        step: Step,
+        step: AnyStep,
         n: Tensor | Sequence[int] | int | None = None,
         path: Tensor | Sequence[Sequence[int]] | None = None,
     ) -> None:
@@ -323,60 +294,65 @@ class ReplayCache:
         where = f"{self.recurrence.name}.commit"
         if (path is None) != (step.parent is None) or (path is not None and n is not None):
             raise ValueError(f"{where}: a tree is committed by path, a chain by n; this step is a {step.kind}.")
-        if self.device.type == "cpu" and not torch.equal(self.cursors.num_pending[step.slots], step.lengths):
+        if isinstance(step, DeviceStep):
+            if path is not None:
+                n = self._compact(step, self._check_path(where, step, path))
+            elif n is not None:
+                n = checks.counts(where, "n", n, step.rows, self.device)
+            return self.implementation.commit(self, step, n)
+        if not torch.equal(self.cursors.num_pending[step.slots], step.lengths):
             raise ValueError(
                 f"{where}: this step was committed already, or another began after it; commit a step once."
             )
         if path is not None:
-            nodes = step.select(self._check_path(where, step, path))
-            n = (nodes >= 0).sum(1)
-            self._compact(step, nodes)
-        elif n is None:
-            n = step.lengths
+            n = self._compact(step, self._check_path(where, step, path))
+        elif n is not None:
+            n = checks.counts(where, "n", n, step.rows, self.device)
+            checks.within(where, "n", step.select(n), step.lengths, step.slots, "Only tokens of the step can count.")
+        self.implementation.commit(self, step, n)
+
+    def _compact(self, step: AnyStep, path: Tensor) -> Tensor:
+        """Move the records of a path [rows, P] to the places right behind the committed ones, in every layer.
+
+        Returns:
+            How many they are, [rows]. With a DeviceStep this waits, to leave padding rows out.
+        """
+        P, T, R = path.shape[1], step.tokens, self.sizes.ring
+        if isinstance(step, DeviceStep):
+            living = (step.table[0] >= 0).nonzero().squeeze(1)
+            slots, start, committed, _, _, conv_end = step.table[:6, living].to(torch.int64)
+            nodes = path[living].clamp(max=T - 1)
         else:
-            n = step.select(checks.counts(where, "n", n, step.rows, self.device))
-            if self.device.type == "cpu":
-                checks.within(where, "n", n, step.lengths, step.slots, "Only tokens of the step can count.")
-            else:
-                n = self._clamped(step.slots, n, step.lengths)
-        self.cursors.put(step.slots, ring.commit(self.cursors.at(step.slots), n, self.sizes))
-
-    def _clear(self, slots: Tensor, places: Tensor) -> None:
-        """Zero ring places [B, n]: a forgotten draft may have left values that are not finite, and 0 * NaN is NaN."""
-        for layer in self.layers:
-            for pool in layer.ring:
-                if pool.numel():
-                    pool[slots[:, None], :, places] = 0
-
-    def _compact(self, step: Step, path: Tensor) -> None:
-        """Move the records of a path [B, P] to the places right behind the committed ones, in every layer."""
-        P = path.shape[1]
-        slots = step.slots[:, None]
-        source = torch.where(path >= 0, path, torch.arange(P, device=self.device))
-        places, moved = step.place[:, :P], step.place.gather(1, source)
-        conv_places = (step.conv_end[:, None] + torch.arange(P, device=self.device)) % max(self.sizes.conv, 1)
-        conv_moved = (step.conv_end[:, None] + source) % max(self.sizes.conv, 1)
+            slots, start, committed, conv_end = step.slots, step.start, step.committed, step.conv_end
+            nodes = step.select(path)
+        place = ring.places(start, committed, T, R)
+        source = torch.where(nodes >= 0, nodes, torch.arange(P, device=self.device))
+        places, moved = place[:, :P], place.gather(1, source)
+        conv_places = (conv_end[:, None] + torch.arange(P, device=self.device)) % max(self.sizes.conv, 1)
+        conv_moved = (conv_end[:, None] + source) % max(self.sizes.conv, 1)
+        at = slots[:, None]
         for layer in self.layers:
             for pool in layer.ring[:-1]:
                 if pool.numel():
-                    pool[slots, :, places] = pool[slots, :, moved]
+                    pool[at, :, places] = pool[at, :, moved]
             if self.recurrence.delta:
-                rows = layer.ring.back[slots, :, moved]  # [B, P, H, R]
+                rows = layer.ring.back[at, :, moved]  # [B, P, H, R]
                 columns = moved[:, None, None].expand(*rows.shape[:3], P)
                 kept = rows.gather(3, columns)
-                rows.scatter_(3, step.place[:, None, None].expand(*rows.shape[:3], step.tokens), 0)
+                rows.scatter_(3, place[:, None, None].expand(*rows.shape[:3], T), 0)
                 rows.scatter_(3, places[:, None, None].expand_as(kept), kept)
-                layer.ring.back[slots, :, places] = rows
+                layer.ring.back[at, :, places] = rows
             if self.conv:
-                layer.conv[slots, conv_places] = layer.conv[slots, conv_moved]
+                layer.conv[at, conv_places] = layer.conv[at, conv_moved]
+        return (path >= 0).sum(1)
 
     # ---- what happens to a slot between steps ----
 
     def flush(self, slots: Tensor | None = None) -> None:
-        """Fold committed records into the checkpoint, in every layer: of these slots, or (None) of those due."""
+        """Fold committed records into the checkpoint, in every layer: of these slots, or (None) of those full."""
         where = f"{self.recurrence.name}.flush"
         if slots is None:
-            slots = ring.due(self.cursors).nonzero().squeeze(1)
+            slots = ring.due(self.cursors, 1).nonzero().squeeze(1)
         slots = checks.slots(where, slots, self.num_slots, self.device)
         self._check_live(where, slots)
         cursors = self.cursors.at(slots)
@@ -532,22 +508,21 @@ class ReplayCache:
 
     # ---- inside ----
 
-    def _layer(self, where: str, layer: int) -> LayerState:
+    def _layer(self, where: str, layer: int, step: AnyStep | None = None) -> LayerState:
+        """A layer's tensors; with a step, for its one decode in that step, which graphs and compilers repeat by replay."""
         if not 0 <= layer < len(self.layers):
             raise ValueError(f"{where}: layer must be between 0 and {len(self.layers) - 1}; got {layer}.")
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if step is not None and not torch.compiler.is_compiling() and not capturing:
+            if layer in self._decoded:
+                raise ValueError(f"{where}: layer {layer} was decoded in this step already; begin another step first.")
+            self._decoded.add(layer)
         return self.layers[layer]
 
     def _check_live(self, where: str, slots: Tensor) -> None:
         if self.device.type == "cpu" and not bool(self.cursors.live[slots].all()):
             dead = slots[self.cursors.live[slots] == 0].tolist()
             raise ValueError(f"{where}: slots {dead} are not loaded; reset or load a slot before its first token.")
-
-    def _clamped(self, slots: Tensor, got: Tensor, most: Tensor) -> Tensor:
-        """Counts between 0 and most. To refuse others would be to wait for the device: they are clamped and counted."""
-        right = torch.minimum(got.clamp(min=0), most)
-        wrong = (right != got) & (slots != PAD_SLOT)
-        self.cursors.clamped.index_add_(0, slots.clamp(min=0), wrong.to(torch.int64))
-        return right
 
     def _check_tree(self, where: str, parent: Tensor, rows: int, tokens: int) -> Tensor:
         parent = torch.as_tensor(parent, device=self.device)
@@ -557,7 +532,7 @@ class ReplayCache:
                 f"got {checks.describe(parent.shape, parent.dtype)}."
             )
         parent = parent.to(torch.int64)
-        if self.device.type == "cpu" and bool(
+        if not self.implementation.on_device and bool(
             ((parent < -1) | (parent >= torch.arange(tokens, device=self.device))).any()
         ):
             raise ValueError(
@@ -566,7 +541,7 @@ class ReplayCache:
             )
         return parent
 
-    def _check_path(self, where: str, step: Step, path: Tensor | Sequence[Sequence[int]]) -> Tensor:
+    def _check_path(self, where: str, step: AnyStep, path: Tensor | Sequence[Sequence[int]]) -> Tensor:
         path = torch.as_tensor(path, device=self.device)
         if (
             path.ndim != 2
@@ -579,7 +554,7 @@ class ReplayCache:
                 f"padded with -1; got {checks.describe(path.shape, path.dtype)}."
             )
         path = path.to(torch.int64)
-        if self.device.type == "cpu" and step.parent is not None:
+        if isinstance(step, Step) and step.parent is not None:
             right = ring.is_path(step.parent, step.select(path), step.lengths)
             if not bool(right.all()):
                 bad = int((~right).nonzero()[0])

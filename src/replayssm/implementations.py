@@ -1,40 +1,167 @@
-"""The implementations of one interface: carry, read, fold and flush of one layer.
+"""The implementations of one interface: what a cache calls to begin, decode, commit and fold.
 
 reference   the recurrences' definitions, any device and precision
 torch       batched products, made for CPUs
 triton      GPU kernels; on a CPU only in Triton's interpreter (TRITON_INTERPRET=1), for tests
+
+The first two are `Hosted`: a step is planned on the host, in PyTorch operations. The third is device.Device: a step is a
+table on the device, and nothing waits for it.
 """
 
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from replayssm import checks, read
+from replayssm import checks, conv, read, ring
 from replayssm.formats import Format
-from replayssm.recurrences import Recurrence, batched, walked
-from replayssm.ring import LayerState
+from replayssm.recurrences import Recurrence, batched, inverse_norm, silu_, walked
+from replayssm.ring import PAD_SLOT, DeviceStep, LayerState, Step
 
 NAMES = ("reference", "torch", "triton")
+AnyStep = Step | DeviceStep
 
 
-class Implementation(NamedTuple):
-    """What a cache calls; signatures as in recurrences/batched.py and read.py.
+class Ready(NamedTuple):
+    """Inputs as the recurrence takes them: q, k [B, T, G, K], v [B, T, H, V], g [B, T, H(, K)], w [B, T, H]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    w: Tensor
+
+
+class Raw(NamedTuple):
+    """Projections before convolution and gates: x [B, T, C], raw_g [B, T, H(, K)] or None, raw_w [B, T, H]."""
+
+    x: Tensor
+    raw_g: Tensor | None
+    raw_w: Tensor
+
+
+class Implementation(Protocol):
+    """What a cache calls. Arguments are checked before."""
+
+    @property
+    def name(self) -> str:
+        """As implementation= takes it."""
+
+    @property
+    def on_device(self) -> bool:
+        """Steps are tables on the device; counts out of range are clamped there, not refused."""
+
+    def begin(self, cache: Any, given: Tensor, lengths: Tensor | None, tokens: int, parent: Tensor | None) -> AnyStep:
+        """A step for rows of slots `given`, lengths [rows] or None for `tokens` each; slots that are due are flushed."""
+
+    def commit(self, cache: Any, step: Any, n: Tensor | None) -> None:
+        """The first n [rows] tokens of every row count, or (None) all of them."""
+
+    def convolve(self, layer: LayerState, step: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[rows, T, C]"""
+
+    def decode(self, cache: Any, layer: LayerState, step: Any, inputs: Ready) -> Tensor:
+        """y [rows, T, H, V]"""
+
+    def decode_layer(
+        self, cache: Any, layer: LayerState, step: Any, inputs: Raw, weights: Any, gate: Tensor | None
+    ) -> Tensor:
+        """y [rows, T, H, V], skip and output gate included"""
+
+    def fold(
+        self, recurrence: Recurrence, fmt: Format, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor
+    ) -> Tensor:
+        """States [n, H, V, K] after the first `counts` records."""
+
+    def flush(
+        self, recurrence: Recurrence, fmt: Format, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor
+    ) -> None:
+        """The folded states replace the checkpoints."""
+
+
+class Hosted(NamedTuple):
+    """Implementations in PyTorch operations.
 
     Attributes:
-        carry: (recurrence, records, step, q) -> t [B, H, T, K], c [B, H, T, R]
-        read: (format, layer, step, t, c) -> y [B, H, T, V]
-        fold: (recurrence, format, layer, slots, start, counts) -> states [n, H, V, K]
-        flush: the same arguments; the folded states replace the checkpoints.
+        carry: (recurrence, records, step, q) -> t [B, H, T, K], c [B, H, T, R]; see recurrences/batched.py.
+        read: (format, layer, step, t, c) -> y [B, H, T, V]; see read.py.
+        fold: (recurrence, format, layer, slots, start, counts) -> states [n, H, V, K].
     """
 
     name: str
     carry: Callable[..., tuple[Tensor, Tensor]]
     read: Callable[..., Tensor]
     fold: Callable[..., Tensor]
-    flush: Callable[..., None]
+    on_device: bool = False
+
+    def begin(self, cache: Any, given: Tensor, lengths: Tensor | None, tokens: int, parent: Tensor | None) -> Step:
+        """Flush what is due, move the cursors, plan the step."""
+        lengths = torch.full_like(given, tokens) if lengths is None else lengths
+        lives = (given != PAD_SLOT) & (lengths > 0)
+        living = None if bool(lives.all()) else lives.nonzero().squeeze(1)
+        slots, parent = (
+            (given, parent) if living is None else (given[living], None if parent is None else parent[living])
+        )
+        lengths = lengths if living is None else lengths[living]
+        cache.flush(slots[ring.due(cache.cursors.at(slots), lengths)])
+        cache.cursors.num_pending[given[given != PAD_SLOT]] = 0
+        cursors = ring.begin(cache.cursors.at(slots), lengths, cache.sizes)
+        cache.cursors.put(slots, cursors)
+        if cache.max_tokens > 1:
+            places = ring.places(cursors.ring_start, cursors.num_committed, cache.max_tokens, cache.sizes.ring)
+            _clear(cache.layers, slots, places)
+        return ring.plan(cursors, given, living, lengths, tokens, cache.sizes, parent)
+
+    def commit(self, cache: Any, step: Step, n: Tensor | None) -> None:
+        """Cursors move."""
+        n = step.lengths if n is None else step.select(n)
+        cache.cursors.put(step.slots, ring.commit(cache.cursors.at(step.slots), n, cache.sizes))
+
+    def convolve(self, layer: LayerState, step: Step, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See conv.convolve."""
+        return step.spread(step.zero_padding(conv.convolve(layer.conv, step, step.select(x), weight, bias)))
+
+    def decode(self, cache: Any, layer: LayerState, step: Step, inputs: Ready) -> Tensor:
+        """Norms, append, carry, read."""
+        recurrence, fmt = cache.recurrence, cache.format
+        if not len(step.slots):
+            return torch.zeros_like(inputs.v)
+        q, k, v, g, w = (step.select(x) for x in inputs)
+        q, norm = q.to(fmt.compute), None
+        if recurrence.delta:
+            q = q * (inverse_norm(q) * cache.geometry.K**-0.5)[..., None]
+            norm = inverse_norm(k.to(fmt.compute))
+        fields = {"k": k, "v": v, "g": g if recurrence.channel_gate else g[..., None], "w": w}
+        for name, x in (fields if norm is None else fields | {"norm": norm}).items():
+            pool = getattr(layer.ring, name)
+            pool[step.slots[:, None], :, step.place] = step.zero_padding(x).to(pool.dtype)
+        t, c = self.carry(recurrence, layer.ring, step, q)
+        y = self.read(fmt, layer, step, t, c).transpose(1, 2).to(cache.dtype)
+        return step.spread(step.zero_padding(y))
+
+    def decode_layer(
+        self, cache: Any, layer: LayerState, step: Step, inputs: Raw, weights: Any, gate: Tensor | None
+    ) -> Tensor:
+        """Gates, convolution, decode, skip, output gate."""
+        wide = cache.format.compute
+        g, w = cache.recurrence.gates(inputs.raw_g, inputs.raw_w, weights)
+        x = self.convolve(layer, step, inputs.x, weights.conv_weight, weights.conv_bias)
+        q, k, v = cache.recurrence.split(x, cache.geometry)
+        y = self.decode(cache, layer, step, Ready(q, k, v, g.to(wide), w.to(wide)))
+        D = getattr(weights, "D", None)
+        if D is not None:
+            y = (y + (D[:, None] if D.ndim == 1 else D) * v).to(y.dtype)
+        return y if gate is None else (y * silu_(gate.to(wide, copy=True))).to(y.dtype)
+
+    def flush(
+        self, recurrence: Recurrence, fmt: Format, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor
+    ) -> None:
+        """Fold, encode, put."""
+        state = self.fold(recurrence, fmt, layer, slots, start, counts)
+        for plane, value in zip(layer.checkpoint, fmt.encode(state), strict=True):
+            plane[slots] = value
 
 
 def choose(name: str | None, device: torch.device, fmt: Format) -> Implementation:
@@ -47,9 +174,9 @@ def choose(name: str | None, device: torch.device, fmt: Format) -> Implementatio
     if name not in NAMES:
         raise checks.unknown("implementation", name, NAMES)
     if name == "reference":
-        return Implementation(name, walked.carry, read.read_reference, walked.fold, _flush_by(walked.fold))
+        return Hosted(name, walked.carry, read.read_reference, walked.fold)
     if name == "torch":
-        return Implementation(name, batched.carry, read.read_torch, batched.fold, _flush_by(batched.fold))
+        return Hosted(name, batched.carry, read.read_torch, batched.fold)
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             "ReplayCache: implementation 'triton' needs a GPU, and the cache is on cpu. Leave implementation out, or "
@@ -60,17 +187,14 @@ def choose(name: str | None, device: torch.device, fmt: Format) -> Implementatio
             f"ReplayCache: implementation 'triton' computes in fp32; format {fmt.name!r} needs {fmt.compute}. "
             "Use implementation 'reference' or 'torch'."
         )
-    from replayssm import kernels
+    from replayssm.device import Device
 
-    return Implementation(name, kernels.carry, kernels.read, kernels.fold, kernels.flush)
+    return Device()
 
 
-def _flush_by(fold: Callable[..., Tensor]) -> Callable[..., None]:
-    def flush(
-        recurrence: Recurrence, fmt: Format, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor
-    ) -> None:
-        state = fold(recurrence, fmt, layer, slots, start, counts)
-        for plane, value in zip(layer.checkpoint, fmt.encode(state), strict=True):
-            plane[slots] = value
-
-    return flush
+def _clear(layers: list[LayerState], slots: Tensor, places: Tensor) -> None:
+    """Zero ring places [B, n]: a forgotten draft may have left values that are not finite, and 0 * NaN is NaN."""
+    for layer in layers:
+        for pool in layer.ring:
+            if pool.numel():
+                pool[slots[:, None], :, places] = 0

@@ -17,7 +17,12 @@ A slot keeps its newest records in a ring of R = window + max_tokens places. Rec
 it: t new inputs overwrite the t oldest, so `most` = max_tokens where there is a convolution and R where there is none.
 `conv_end` is the place after the newest committed input in that ring; it moves by +n and -n with commit and trim.
 
-All cursors are int64 tensors [S] keyed by slot; the functions below work on any shape, elementwise.
+A slot is due, and flushed by begin, when its committed records and the step's tokens would pass `flush_at`. Its cursors
+then move at once. The checkpoint itself is folded at once as well, or (on a GPU, where that saves a pass over it) by
+the step's own read in every layer.
+
+All cursors are int64 tensors [S] keyed by slot; the functions below work on any shape, elementwise. The same rules for
+a GPU are in ring_kernel.py.
 """
 
 from typing import NamedTuple
@@ -114,9 +119,9 @@ def trim(c: Cursors, n: Tensor, sizes: Sizes) -> Cursors:
     )
 
 
-def due(c: Cursors) -> Tensor:
-    """Which slots must flush before their next token: bool, elementwise."""
-    return (c.live == 1) & (c.num_committed >= c.flush_at)
+def due(c: Cursors, lengths: Tensor | int) -> Tensor:
+    """Which slots must flush before their next `lengths` tokens: bool, elementwise."""
+    return (c.live == 1) & (c.num_committed > 0) & (c.num_committed + lengths > c.flush_at)
 
 
 def places(start: Tensor, first: Tensor, count: int, length: int) -> Tensor:
@@ -162,6 +167,30 @@ def ancestors(parent: Tensor) -> Tensor:
         above = kin.gather(1, parent[:, i].clamp(min=0)[:, None, None].expand(-1, 1, tokens))[:, 0]
         kin[:, i] |= above & (parent[:, i] >= 0)[:, None]
     return kin
+
+
+class DeviceStep(NamedTuple):
+    """One step of a model as kernels take it: made on the device, without a wait, by ring_kernel.begin.
+
+    Attributes:
+        rows, tokens: sizes of the caller's tensors, [rows, tokens, ...].
+        table: int32 [8, rows]. By row: (0) its slot, -1 if it brings no token, (1) ring_start and (2) num_committed as the
+            step's layers find them, (3) its tokens, (4) the records that the layers' reads fold into the checkpoint,
+            (5) conv_end. Besides: (6) the rows with records to fold, listed, and (7) at its first place how many.
+        parent: int32 [rows, T] for a draft tree, None for a chain.
+        kin: int8 [rows, T, T], which of the step's tokens each sees, itself included; None for a chain.
+    """
+
+    rows: int
+    tokens: int
+    table: Tensor
+    parent: Tensor | None
+    kin: Tensor | None
+
+    @property
+    def kind(self) -> str:
+        """chain or tree."""
+        return "chain" if self.parent is None else "tree"
 
 
 class Step(NamedTuple):
@@ -226,6 +255,41 @@ class Step(NamedTuple):
     def zero_padding(self, x: Tensor) -> Tensor:
         """Zero the tokens beyond every row's length: [B, T, ...]."""
         return x if self.whole else torch.where(self.valid()[(..., *[None] * (x.ndim - 2))], x, 0)
+
+
+def plan(
+    c: Cursors, given: Tensor, living: Tensor | None, lengths: Tensor, tokens: int, sizes: Sizes, parent: Tensor | None
+) -> Step:
+    """A step from the cursors of its living rows, as begin left them.
+
+    Args:
+        given: slots of all rows; living: which of them bring tokens, None for all.
+        lengths: [B] of the living rows.
+        parent: [B, T] of the living rows, or None.
+    """
+    slots = given if living is None else given[living]
+    start, committed, R = c.ring_start, c.num_committed, sizes.ring
+    age, place = ages(start, R), places(start, committed, tokens, R)
+    by_age = paths(committed, lengths, tokens, R, parent)
+    by_place = by_age.gather(1, age[:, :, None].expand_as(by_age)).gather(2, age[:, None].expand_as(by_age))
+    return Step(
+        rows=len(given),
+        tokens=tokens,
+        living=living,
+        slots=slots,
+        base=consecutive(slots),
+        lengths=lengths,
+        whole=bool((lengths == tokens).all()),
+        start=start,
+        committed=committed,
+        conv_end=c.conv_end,
+        place=place,
+        order=places(start, torch.zeros_like(start), R, R),
+        age=age,
+        paths=by_place,
+        sees=by_place.gather(1, place[:, :, None].expand(-1, -1, R)),
+        parent=parent,
+    )
 
 
 def is_path(parent: Tensor, path: Tensor, lengths: Tensor) -> Tensor:

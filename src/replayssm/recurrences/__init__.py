@@ -64,12 +64,18 @@ class Recurrence(NamedTuple):
         """Channels of the convolution in front: q, k and v of one token."""
         return 2 * geometry.G * geometry.K + geometry.H * geometry.V
 
-    def split(self, x: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-        """Cut a convolution output [B, T, C] into q [B, T, G, K], k [B, T, G, K], v [B, T, H, V]."""
+    def split_flat(self, x: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+        """Cut a convolution's channels [B, T, C] into those of q, k and v: views [B, T, G K], [B, T, G K], [B, T, H V]."""
         H, G, V, K = geometry
         size = {"q": G * K, "k": G * K, "v": H * V}
         part = dict(zip(self.conv_order, x.split([size[name] for name in self.conv_order], dim=-1), strict=True))
-        return part["q"].unflatten(-1, (G, K)), part["k"].unflatten(-1, (G, K)), part["v"].unflatten(-1, (H, V))
+        return part["q"], part["k"], part["v"]
+
+    def split(self, x: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+        """Cut a convolution output [B, T, C] into q [B, T, G, K], k [B, T, G, K], v [B, T, H, V]."""
+        H, G, V, K = geometry
+        q, k, v = self.split_flat(x, geometry)
+        return q.unflatten(-1, (G, K)), k.unflatten(-1, (G, K)), v.unflatten(-1, (H, V))
 
 
 def names() -> list[str]:
@@ -86,6 +92,16 @@ def get(name: str) -> Recurrence:
     if name not in names():
         raise checks.unknown("recurrence", name, names())
     return importlib.import_module(f"{__name__}.{name}").RECURRENCE
+
+
+def constants(weights: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, float, float | None, float | None]:
+    """Any recurrence's Weights in one order: conv_weight, conv_bias, A_log, dt_bias, and the gates' numbers.
+
+    Those are beta_scale (1 where there is none) and the bounds: dt_limit, or lower_bound and None.
+    """
+    low, high = getattr(weights, "dt_limit", (getattr(weights, "lower_bound", None), None))
+    scale = getattr(weights, "beta_scale", 1.0)
+    return weights.conv_weight, weights.conv_bias, weights.A_log, weights.dt_bias, scale, low, high
 
 
 def heads(x: Tensor, H: int, dim: int = -2) -> Tensor:

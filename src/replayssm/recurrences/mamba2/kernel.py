@@ -1,102 +1,110 @@
-"""Mamba-2 on a GPU: carry and fold in Triton. Equations and letters as in reference.py and math.md.
+"""Mamba-2 on a GPU: gates, carry and fold in Triton. Equations and letters as in reference.py and math.md.
 
-Records are taken oldest first (place = (start + age) mod R), padded to BR rows; o_r is a record's age. Running sums are
-taken over what a token sees: P_j forwards, and D_j = P_n - P_j as a sum of its own from the newest record back, so that
-no large sums are subtracted.
+Records are taken oldest first (place = (start + age) mod R); o_r is a record's age. Decays are sums of their own from a
+record's successor on, so that no large sums are subtracted.
 """
 
 import triton
 import triton.language as tl
 
-from replayssm.kernels import load_update, store_planes
+from replayssm.kernels import channels, is_seen, load_row, product, softplus
 
 
 @triton.jit
-def carry_kernel(
-    q, k, g, w, norm, back, t, c, slots, start, committed, sees,
-    k_slot, g_slot, w_slot, norm_slot, back_slot,
-    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
-    TREE: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
-):  # fmt: skip
-    """t = exp(P_n) q and c_j = w_j exp(D_j) (k_j . q), one program per row and BJ heads of a key group.
+def gates(inputs, weights, i_b, i, i_h, m_h):
+    """g and w = dt of heads i_h, fp32."""
+    b_w = tl.load(inputs.w.data + i_b.to(tl.int64) * inputs.w.row + i * inputs.w.token + i_h, mask=m_h, other=0.0)
+    b_w = b_w.to(tl.float32)
+    if weights.conv_weight is None:
+        b_g = tl.load(inputs.g.data + i_b.to(tl.int64) * inputs.g.row + i * inputs.g.token + i_h, mask=m_h, other=0.0)
+    else:
+        if weights.dt_bias is not None:
+            b_w += tl.load(weights.dt_bias + i_h, mask=m_h, other=0.0).to(tl.float32)
+        b_w = softplus(b_w)
+        b_w = tl.where(b_w < weights.low, weights.low, tl.where(b_w > weights.high, weights.high, b_w))
+        b_g = -tl.exp(tl.load(weights.A_log + i_h, mask=m_h, other=0.0).to(tl.float32)) * b_w
+    return b_g, b_w
 
-    | Name             | Shape        | Dtype      | Dir | Meaning                                   |
-    | q                | [B, T, G, K] | fp32       | in  | queries                                   |
-    | k, g, w          | ring         |            | in  | the records, the step's own among them    |
-    | norm, back       |              |            | -   | not used: the delta rule's                |
-    | t                | [B, H, T, K] | fp32       | out | queries for the checkpoint                |
-    | c                | [B, H, T, R] | fp32       | out | weights of v, by ring place               |
-    | sees             | [B, T, R]    | bool       | in  | by ring place, read for a TREE only       |
+
+@triton.jit
+def carry(
+    inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_j, B,
+    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    L: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """The step's records are appended; t = q, c_0 = exp(P_n) and c_j = w_j exp(D_j) (k_j . q).
+
+    For row i_b, key group i_g and BJ of its heads, the i_j-th such part. Arguments as in kernels.decode_unit: t [B, G, T, K].
     """
-    i_b = tl.program_id(0)
     J: tl.constexpr = H // G
-    tiles: tl.constexpr = (J + BJ - 1) // BJ
-    i_g = tl.program_id(1) // tiles
-    slot = tl.load(slots + i_b).to(tl.int64)
-    first, before = tl.load(start + i_b), tl.load(committed + i_b)
-    o_r, o_k = tl.arange(0, BR), tl.arange(0, BK)
-    o_j = tl.program_id(1) % tiles * BJ + tl.arange(0, BJ)
+    C: tl.constexpr = 2 * G * K + H * V
+    slot, first, before, length, end = load_row(table, i_b, B)
+    o_j, o_k, o_r = i_j * BJ + tl.arange(0, BJ), tl.arange(0, BK), tl.arange(0, BR)
     i_h = i_g * J + o_j
-    place = (first + o_r) % R
-    next_place = (place + 1) % R
-    m_r, m_k, m_j = (o_r < R) & (o_r < before + T), o_k < K, o_j < J
-    p_k = k + slot * k_slot + (i_g * R + place[:, None]) * K + o_k
-    b_k = tl.load(p_k, mask=m_r[:, None] & m_k, other=0.0).to(tl.float32)
-    p_g, p_w = g + slot * g_slot + i_h[:, None] * R, w + slot * w_slot + i_h[:, None] * R
+    m_j, m_k = o_j < J, o_k < K
+    p_k = ring.k.data + slot * ring.k.slot + i_g * R * K + o_k
+    p_g = ring.g.data + slot * ring.g.slot + i_h * R
+    p_w = ring.w.data + slot * ring.w.slot + i_h * R
+    # (1) the step's own records
+    b_n, g_n, w_n = tl.zeros([BK], tl.float32), tl.zeros([BJ], tl.float32), tl.zeros([BJ], tl.float32)
     for i in range(T):
-        m_see = m_r & (o_r <= before + i)
-        m_next = (o_r + 1 < R) & (o_r + 1 <= before + i)
-        if TREE:
-            m_see &= tl.load(sees + (i_b * T + i) * R + place, mask=o_r < R, other=0) != 0
-            m_next &= tl.load(sees + (i_b * T + i) * R + next_place, mask=o_r < R, other=0) != 0
-        b_q = tl.load(q + ((i_b * T + i) * G + i_g) * K + o_k, mask=m_k, other=0.0)
-        b_g = tl.load(p_g + place, mask=m_j[:, None] & m_see, other=0.0)
-        # (1) D_j: sum of g over what is seen behind record j, [BJ, BR]
-        b_d = tl.cumsum(tl.load(p_g + next_place, mask=m_j[:, None] & m_next, other=0.0), 1, reverse=True)
-        # (2) c_j = w_j exp(D_j) (k_j . q)
-        b_w = tl.load(p_w + place, mask=m_j[:, None] & m_see, other=0.0)
-        b_c = tl.where(m_see, b_w * tl.exp(b_d) * tl.sum(b_k * b_q, 1)[None, :], 0.0)
-        row = (i_b * H + i_h[:, None]) * T + i
-        tl.store(c + row * R + place, b_c, mask=m_j[:, None] & (o_r < R))
-        # (3) t = exp(P_n) q
-        tl.store(t + row * K + o_k, tl.exp(tl.sum(b_g, 1))[:, None] * b_q, mask=m_j[:, None] & m_k)
+        m = i < length
+        own = (first + before + i) % R
+        b_n = channels(
+            inputs.k, ring.conv, weights, parent, i_b, i, slot, end, i_g * K + o_k, m_k & m, H * V, C, L, W, T
+        )
+        g_n, w_n = gates(inputs, weights, i_b, i, i_h, m_j & m)
+        tl.store(p_k + own * K, b_n.to(ring.k.data.dtype.element_ty), mask=m_k & m)
+        tl.store(p_g + own, g_n, mask=m_j & m)
+        tl.store(p_w + own, w_n, mask=m_j & m)
+    if T > 1:
+        tl.debug_barrier()
+    # (2) all records but the last token's
+    place = (first + o_r) % R
+    m_r = o_r < before + (length - 1 if T > 1 else 0)
+    b_k = tl.load(p_k[None, :] + place[:, None] * K, mask=m_r[:, None] & m_k, other=0.0)
+    b_w = tl.load(p_w[:, None] + place, mask=m_j[:, None] & m_r, other=0.0)
+    for i in range(T):
+        m = i < length
+        b_q = channels(
+            inputs.q, ring.conv, weights, parent, i_b, i, slot, end, i_g * K + o_k, m_k & m, H * V + G * K, C, L, W, T
+        )
+        seen = is_seen(o_r, before, i, kin, i_b, T) & m_r
+        seen_next = is_seen(o_r + 1, before, i, kin, i_b, T) & (o_r + 1 < before + length)
+        if T > 1:
+            own = (first + before + i) % R
+            b_n = tl.load(p_k + own * K, mask=m_k & m, other=0.0).to(tl.float32)
+            g_n, w_n = tl.load(p_g + own, mask=m_j & m, other=0.0), tl.load(p_w + own, mask=m_j & m, other=0.0)
+        # (3) sums of g: whole path [BJ], and behind every record [BJ, BR]
+        b_g = tl.load(p_g[:, None] + place, mask=m_j[:, None] & seen, other=0.0)
+        b_d = tl.load(p_g[:, None] + (place + 1) % R, mask=m_j[:, None] & seen_next, other=0.0)
+        b_d = tl.cumsum(b_d, 1, reverse=True) + g_n[:, None]
+        # (4) c_j = w_j exp(D_j) (k_j . q), c_0 = exp(P_n)
+        score = tl.sum(tl.where(seen[:, None], b_k.to(tl.float32) * b_q, 0.0), 1)
+        b_c = tl.where(seen, b_w * tl.exp(b_d) * score[None, :], 0.0)
+        p_c = c + ((i_b * H + i_h) * T + i) * (1 + R)
+        tl.store(p_c[:, None] + 1 + o_r, b_c, mask=m_j[:, None] & (o_r < R) & (o_r != before + i))
+        tl.store(p_c + 1 + before + i, w_n * tl.sum(b_n * b_q, 0), mask=m_j)
+        tl.store(p_c, tl.exp(tl.sum(b_g, 1) + g_n), mask=m_j)
+        tl.store(t + ((i_b * G + i_g) * T + i) * K + o_k, b_q, mask=m_k)
 
 
 @triton.jit
-def fold_kernel(
-    high, low, out_high, out_low, k, v, g, w, norm, back, slots, start, counts,
-    plane_slot, out_slot, k_slot, v_slot, g_slot, w_slot, norm_slot, back_slot,
-    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    BR: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr, DOT: tl.constexpr,
+def fold(
+    b_s, ring, slot, first, count, i_h, o_v, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    R: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """S = exp(P_n) S0 + sum_j exp(D_j) w_j v_j k_j^T, one program per row, head and tile of V.
-
-    | Name              | Shape           | Dir | Meaning                                             |
-    | high, low         | [S, H, V, K]    | in  | planes of the checkpoint (low is high with one)     |
-    | out_high, out_low | [*, H, V, K]    | out | the same planes, or fp32 states [n, H, V, K]        |
-    | k, v, g, w        | ring            | in  | the records                                         |
-    | counts            | [n]             | in  | how many of them                                    |
-    """
-    i_n, i_h, i_v = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slot = tl.load(slots + i_n).to(tl.int64)
-    o_r, o_v, o_k = tl.arange(0, BR), i_v * BV + tl.arange(0, BV), tl.arange(0, BK)
-    place = (tl.load(start + i_n) + o_r) % R
-    m_r, m_v, m_k = o_r < tl.load(counts + i_n), o_v < V, o_k < K
-    m_next = o_r + 1 < tl.load(counts + i_n)
-    p_g = g + slot * g_slot + i_h * R
+    """S = exp(P_n) S0 + sum_j exp(D_j) w_j v_j k_j^T for a tile S0 = b_s [BV, BK] and the first `count` records."""
+    o_r, o_k = tl.arange(0, BR), tl.arange(0, BK)
+    place = (first + o_r) % R
+    m_r, m_v, m_k = o_r < count, o_v < V, o_k < K
+    p_g = ring.g.data + slot * ring.g.slot + i_h * R
     b_g = tl.load(p_g + place, mask=m_r, other=0.0)
-    b_d = tl.cumsum(tl.load(p_g + (place + 1) % R, mask=m_next, other=0.0), 0, reverse=True)
-    p_k = k + slot * k_slot + (i_h // (H // G) * R + place[:, None]) * K + o_k
-    b_k = tl.load(p_k, mask=m_r[:, None] & m_k, other=0.0).to(tl.float32)
-    p_v = v + slot * v_slot + (i_h * R + place[:, None]) * V + o_v
+    b_d = tl.cumsum(tl.load(p_g + (place + 1) % R, mask=o_r + 1 < count, other=0.0), 0, reverse=True)
+    p_k = ring.k.data + slot * ring.k.slot + (i_h // (H // G) * R + place[:, None]) * K + o_k
+    b_k = tl.load(p_k, mask=m_r[:, None] & m_k, other=0.0)
+    p_v = ring.v.data + slot * ring.v.slot + (i_h * R + place[:, None]) * V + o_v
     b_v = tl.load(p_v, mask=m_r[:, None] & m_v, other=0.0).to(tl.float32)
-    # (1) u_j = w_j v_j
-    b_u = tl.load(w + slot * w_slot + i_h * R + place, mask=m_r, other=0.0)[:, None] * b_v
-    # (2) S = exp(P_n) S0 + (exp(D) u)^T k
-    at = (i_h * V + o_v[:, None]) * K + o_k
-    m_s = m_v[:, None] & m_k
-    b_s = load_update(high + slot * plane_slot + at, low + slot * plane_slot + at, m_s, FORMAT)
-    b_u = tl.exp(b_d)[:, None] * b_u
-    b_s = tl.exp(tl.sum(b_g, 0)) * b_s + tl.dot(tl.trans(b_u), b_k, input_precision=DOT)
-    out = (slot if OUT == "planes" else i_n) * out_slot
-    store_planes(out_high + out + at, out_low + out + at, b_s, m_s, FORMAT if OUT == "planes" else "fp32")
+    b_w = tl.load(ring.w.data + slot * ring.w.slot + i_h * R + place, mask=m_r, other=0.0)
+    b_u = (b_w * tl.exp(b_d))[:, None] * b_v
+    return tl.exp(tl.sum(b_g, 0)) * b_s + product(tl.trans(b_u), b_k, DOT)

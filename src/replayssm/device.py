@@ -1,0 +1,186 @@
+"""Implementation `triton`: kernels behind torch.library operators, so that torch.compile and CUDA graphs take them whole.
+
+    replayssm::begin          cursors move, a step's table comes out
+    replayssm::commit         cursors move
+    replayssm::decode_layer   a layer from raw projections; replayssm::decode from q, k, v, g, w; replayssm::convolve
+
+Each says which tensors it changes, and each has a fake, by which a compiler knows shapes. Nothing waits for the device.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from replayssm import kernels, recurrences, ring_kernel
+from replayssm.formats import Format
+from replayssm.recurrences import Geometry, Recurrence
+from replayssm.ring import DeviceStep, LayerState, Records, Sizes
+
+
+class Device(NamedTuple):
+    """Implementation `triton`. See implementations.Implementation."""
+
+    name: str = "triton"
+    on_device: bool = True
+
+    def begin(
+        self, cache: Any, given: Tensor, lengths: Tensor | None, tokens: int, parent: Tensor | None
+    ) -> DeviceStep:
+        """One launch. Slots that are due are folded by the step's own reads, or (T > window) before anything is appended."""
+        table = torch.ops.replayssm.begin(cache.cursor_tensor, given, lengths, tokens, *cache.sizes)
+        step = ring_kernel.step(table, tokens, parent)
+        if cache.max_tokens > cache.window:
+            start, folds = table[1], table[4]
+            for layer in cache.layers:
+                kernels.flush(cache.recurrence, cache.format, layer, table[0], start, folds)
+            start.copy_((start + folds) % cache.sizes.ring)
+            table[2] -= folds
+            folds.zero_()
+            table[7].zero_()
+        return step
+
+    def commit(self, cache: Any, step: DeviceStep, n: Tensor | None) -> None:
+        """One launch."""
+        torch.ops.replayssm.commit(cache.cursor_tensor, step.table, n, *cache.sizes)
+
+    def convolve(self, layer: LayerState, step: DeviceStep, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """One launch."""
+        return torch.ops.replayssm.convolve(layer.conv, step.table, step.parent, x, weight, bias)
+
+    def decode(self, cache: Any, layer: LayerState, step: DeviceStep, inputs: Any) -> Tensor:
+        """Two launches."""
+        return torch.ops.replayssm.decode(*_names(cache), *_tensors(layer, step), *inputs)
+
+    def decode_layer(
+        self, cache: Any, layer: LayerState, step: DeviceStep, inputs: Any, weights: Any, gate: Tensor | None
+    ) -> Tensor:
+        """Two launches."""
+        conv_weight, conv_bias, A_log, dt_bias, scale, low, high = recurrences.constants(weights)
+        return torch.ops.replayssm.decode_layer(
+            *_names(cache), *_tensors(layer, step), *inputs, conv_weight, conv_bias, A_log, dt_bias,
+            getattr(weights, "D", None), gate, scale, low, high,
+        )  # fmt: skip
+
+    def fold(
+        self, recurrence: Recurrence, fmt: Format, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor
+    ) -> Tensor:
+        """One launch."""
+        return kernels.fold(recurrence, fmt, layer, slots, start, counts)
+
+    def flush(
+        self, recurrence: Recurrence, fmt: Format, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor
+    ) -> None:
+        """One launch."""
+        kernels.flush(recurrence, fmt, layer, slots, start, counts)
+
+
+def _names(cache: Any) -> tuple[str, str, list[int], int]:
+    return cache.recurrence.name, cache.format.name, list(cache.geometry), cache.window
+
+
+def _tensors(layer: LayerState, step: DeviceStep) -> tuple[Any, ...]:
+    return list(layer.checkpoint), list(layer.ring), layer.conv, step.table, step.parent, step.kin
+
+
+# ---- operators ----
+
+
+@torch.library.custom_op("replayssm::begin", mutates_args=("cursors",))
+def begin(
+    cursors: Tensor, given: Tensor, lengths: Tensor | None, tokens: int, ring: int, conv: int, window: int, reach: int
+) -> Tensor:
+    """DeviceStep.table [8, rows] for slots `given`; see ring_kernel.begin_kernel."""
+    return ring_kernel.begin(cursors, Sizes(ring, conv, window, reach), given, lengths, tokens)
+
+
+@begin.register_fake
+def _(
+    cursors: Tensor, given: Tensor, lengths: Tensor | None, tokens: int, ring: int, conv: int, window: int, reach: int
+) -> Tensor:
+    return given.new_empty(8, given.shape[0], dtype=torch.int32)
+
+
+@torch.library.custom_op("replayssm::commit", mutates_args=("cursors",))
+def commit(cursors: Tensor, table: Tensor, n: Tensor | None, ring: int, conv: int, window: int, reach: int) -> None:
+    """See ring_kernel.commit_kernel."""
+    ring_kernel.commit(cursors, Sizes(ring, conv, window, reach), table, n)
+
+
+@commit.register_fake
+def _(cursors: Tensor, table: Tensor, n: Tensor | None, ring: int, conv: int, window: int, reach: int) -> None:
+    return None
+
+
+@torch.library.custom_op("replayssm::convolve", mutates_args=("pool",))
+def convolve(
+    pool: Tensor, table: Tensor, parent: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """The short convolution of x [B, T, C]; see conv.convolve."""
+    return kernels.convolve(pool, DeviceStep(x.shape[0], x.shape[1], table, parent, None), x, weight, bias)
+
+
+@convolve.register_fake
+def _(pool: Tensor, table: Tensor, parent: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("replayssm::decode", mutates_args=("planes", "records"))
+def decode(
+    recurrence: str, format: str, geometry: list[int], window: int,
+    planes: list[Tensor], records: list[Tensor], conv: Tensor, table: Tensor, parent: Tensor | None, kin: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, w: Tensor,
+) -> Tensor:  # fmt: skip
+    """y [B, T, H, V] from inputs that are ready; see api.decode."""
+    step = DeviceStep(v.shape[0], v.shape[1], table, parent, kin)
+    layer = LayerState(tuple(planes), Records(*records), conv)
+    inputs = kernels.Inputs(*map(kernels.field, (q, k, v, g, w)))
+    return kernels.decode(
+        recurrences.get(recurrence),
+        Geometry(*geometry),
+        format,
+        window,
+        layer,
+        step,
+        inputs,
+        kernels.LayerWeights(),
+        None,
+        None,
+        v.dtype,
+    )
+
+
+@decode.register_fake
+def _(
+    recurrence: str, format: str, geometry: list[int], window: int,
+    planes: list[Tensor], records: list[Tensor], conv: Tensor, table: Tensor, parent: Tensor | None, kin: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, w: Tensor,
+) -> Tensor:  # fmt: skip
+    return v.new_empty(v.shape)
+
+
+@torch.library.custom_op("replayssm::decode_layer", mutates_args=("planes", "records", "conv"))
+def decode_layer(
+    recurrence: str, format: str, geometry: list[int], window: int,
+    planes: list[Tensor], records: list[Tensor], conv: Tensor, table: Tensor, parent: Tensor | None, kin: Tensor | None,
+    x: Tensor, raw_g: Tensor | None, raw_w: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, A_log: Tensor,
+    dt_bias: Tensor | None, D: Tensor | None, gate: Tensor | None, scale: float, low: float | None, high: float | None,
+) -> Tensor:  # fmt: skip
+    """y [B, T, H, V] from raw projections; see api.decode_layer."""
+    shape, found = Geometry(*geometry), recurrences.get(recurrence)
+    step = DeviceStep(x.shape[0], x.shape[1], table, parent, kin)
+    layer = LayerState(tuple(planes), Records(*records), conv)
+    q, k, v = (kernels.field(part) for part in found.split_flat(x if x.stride(-1) == 1 else x.contiguous(), shape))
+    inputs = kernels.Inputs(q, k, v, None if raw_g is None else kernels.field(raw_g), kernels.field(raw_w))
+    weights = kernels.LayerWeights(conv_weight.contiguous(), conv_bias, A_log, dt_bias, scale, low, high)
+    return kernels.decode(found, shape, format, window, layer, step, inputs, weights, D, gate, x.dtype)
+
+
+@decode_layer.register_fake
+def _(
+    recurrence: str, format: str, geometry: list[int], window: int,
+    planes: list[Tensor], records: list[Tensor], conv: Tensor, table: Tensor, parent: Tensor | None, kin: Tensor | None,
+    x: Tensor, raw_g: Tensor | None, raw_w: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, A_log: Tensor,
+    dt_bias: Tensor | None, D: Tensor | None, gate: Tensor | None, scale: float, low: float | None, high: float | None,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(x.shape[0], x.shape[1], geometry[0], geometry[2])

@@ -1,0 +1,127 @@
+"""The cursor rules of ring.py on a GPU: begin and commit, one launch each for all layers, without a wait.
+
+Everything they need is in device tensors, so that both can be captured in a CUDA graph: slots, lengths and accepted
+counts may change between replays. What is out of range is clamped and counted, since an error would mean to wait: a
+length, a count, a slot that was not loaded (its row then brings no token).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replayssm.ring import Cursors, DeviceStep, Sizes, ancestors
+
+BLOCK = 128
+# Rows of the cursor tensor [8, S], by their names in Cursors
+RING_START, COMMITTED, PENDING, FLUSH_AT, CONV_END, REACH, LIVE, CLAMPED = map(
+    tl.constexpr, range(len(Cursors._fields))
+)
+
+
+@triton.jit
+def begin_kernel(
+    cursors, given, lengths, table, S, B,
+    T: tl.constexpr, R: tl.constexpr, MOST: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Flush and begin of ring.py for B rows, in one program, since it also lists the rows that are due.
+
+    | Name    | Shape  | Dtype | Dir    | Meaning                                |
+    | cursors | [8, S] | int64 | in/out | the pool's cursors, rows as in Cursors |
+    | given   | [B]    | int64 | in     | slots, negative for padding            |
+    | lengths | [B]    | int64 | in     | tokens of every row, or None for T     |
+    | table   | [8, B] | int32 | out    | DeviceStep.table                       |
+    """
+    listed, block = 0, 0
+    while block < B:  # not range: Triton's interpreter cannot take B for it
+        i = block + tl.arange(0, BLOCK)
+        m = i < B
+        slot = tl.load(given + i, mask=m, other=-1)
+        wanted = tl.zeros([BLOCK], tl.int64) + T
+        if lengths is not None:
+            wanted = tl.load(lengths + i, mask=m, other=0)
+        inside = m & (slot >= 0) & (slot < S)
+        p = cursors + tl.where(inside, slot, 0)
+        live = tl.load(p + LIVE * S, mask=inside, other=0) == 1
+        length = tl.where(live, tl.minimum(tl.maximum(wanted, 0), T), 0)
+        clamped = tl.load(p + CLAMPED * S, mask=inside, other=0)
+        tl.store(p + CLAMPED * S, clamped + 1, mask=inside & (length != wanted))
+        tl.store(p + PENDING * S, length, mask=inside)
+        active = inside & (length > 0)
+        start = tl.load(p + RING_START * S, mask=active, other=0)
+        committed = tl.load(p + COMMITTED * S, mask=active, other=0)
+        flush_at = tl.load(p + FLUSH_AT * S, mask=active, other=0)
+        reach = tl.load(p + REACH * S, mask=active, other=0)
+        conv_end = tl.load(p + CONV_END * S, mask=active, other=0)
+        # (1) flush
+        due = active & (committed > 0) & (committed + length > flush_at)
+        tl.store(p + RING_START * S, (start + committed) % R, mask=due)
+        tl.store(p + COMMITTED * S, 0 * committed, mask=due)
+        tl.store(p + FLUSH_AT * S, 0 * committed + WINDOW, mask=due)
+        # (2) begin
+        tl.store(p + REACH * S, tl.minimum(tl.where(due, 0, reach), MOST - length), mask=active)
+        tl.store(table + i, tl.where(active, slot, -1).to(tl.int32), mask=m)
+        tl.store(table + B + i, start.to(tl.int32), mask=m)
+        tl.store(table + 2 * B + i, committed.to(tl.int32), mask=m)
+        tl.store(table + 3 * B + i, length.to(tl.int32), mask=m)
+        tl.store(table + 4 * B + i, tl.where(due, committed, 0).to(tl.int32), mask=m)
+        tl.store(table + 5 * B + i, conv_end.to(tl.int32), mask=m)
+        place = listed + tl.cumsum(due.to(tl.int32), 0) - 1
+        tl.store(table + 6 * B + place, i, mask=due)
+        listed += tl.sum(due.to(tl.int32), 0)
+        block += BLOCK
+    tl.store(table + 7 * B, listed)
+
+
+@triton.jit
+def commit_kernel(cursors, table, counts, S, B, CONV: tl.constexpr, BLOCK: tl.constexpr):
+    """Commit of ring.py: the first `counts` [B] pending records of every row count, or (None) all of its tokens."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = i < B
+    slot = tl.load(table + i, mask=m, other=-1).to(tl.int64)
+    active = slot >= 0
+    p = cursors + tl.where(active, slot, 0)
+    wanted = tl.load(table + 3 * B + i, mask=m, other=0).to(tl.int64)
+    if counts is not None:
+        wanted = tl.load(counts + i, mask=m, other=0)
+    pending = tl.load(p + PENDING * S, mask=active, other=0)
+    n = tl.minimum(tl.maximum(wanted, 0), pending)
+    clamped = tl.load(p + CLAMPED * S, mask=active, other=0)
+    tl.store(p + CLAMPED * S, clamped + 1, mask=active & (n != wanted))
+    committed = tl.load(p + COMMITTED * S, mask=active, other=0) + n
+    reach = tl.load(p + REACH * S, mask=active, other=0)
+    conv_end = tl.load(p + CONV_END * S, mask=active, other=0)
+    tl.store(p + COMMITTED * S, committed, mask=active)
+    tl.store(p + PENDING * S, 0 * n, mask=active)
+    tl.store(p + CONV_END * S, (conv_end + n) % CONV, mask=active)
+    tl.store(p + REACH * S, tl.minimum(reach + n, committed), mask=active)
+
+
+def begin(cursors: Tensor, sizes: Sizes, given: Tensor, lengths: Tensor | None, tokens: int) -> Tensor:
+    """DeviceStep.table for rows of the slots `given`: cursors [8, S] move as ring.flush and ring.begin say."""
+    rows = len(given)
+    table = torch.empty(8, rows, dtype=torch.int32, device=given.device)
+    if rows:
+        begin_kernel[(1,)](
+            cursors, given, lengths, table, cursors.shape[1], rows,
+            T=tokens, R=sizes.ring, MOST=sizes.most_reach, WINDOW=sizes.window, BLOCK=BLOCK,
+        )  # fmt: skip
+    return table
+
+
+def commit(cursors: Tensor, sizes: Sizes, table: Tensor, counts: Tensor | None) -> None:
+    """Cursors [8, S] move as ring.commit says, for the rows of a step's table."""
+    rows = table.shape[1]
+    if rows:
+        commit_kernel[(triton.cdiv(rows, BLOCK),)](
+            cursors, table, counts, cursors.shape[1], rows, CONV=max(sizes.conv, 1), BLOCK=BLOCK,
+        )  # fmt: skip
+
+
+def step(table: Tensor, tokens: int, parent: Tensor | None) -> DeviceStep:
+    """A step with its tree, parent [rows, T] or None; a parent that does not come before its child is a root."""
+    rows = table.shape[1]
+    if parent is None:
+        return DeviceStep(rows, tokens, table, None, None)
+    parent = torch.where(parent < torch.arange(tokens, device=parent.device), parent.clamp(min=-1), -1)
+    return DeviceStep(rows, tokens, table, parent.to(torch.int32), ancestors(parent).to(torch.int8))
