@@ -66,38 +66,41 @@ def jobs(
     """What, kernel, argument types, constants and warps of every kernel of one geometry."""
     recurrence, (H, G, V, K) = recurrences.get(name), size
     module, delta, R = recurrence.kernel(), recurrence.delta, WINDOW + tokens
-    DOT, PDL = ("ieee", False) if amd else ("tf32x3", True)
-    shape = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K), "DOT": DOT}
-    step = shape | {
-        "T": tokens, "N": H if delta else G, "L": WIDTH - 1 + tokens, "W": WIDTH,
-        "V_FIRST": 2 * G * K if delta else 0, "BP": WINDOW, "BT": triton.next_power_of_2(tokens),
-        "BR": triton.next_power_of_2(WINDOW + tokens - 1), "CARRY": module.carry, "PDL": PDL,
+    PDL = not amd
+    sizes = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K)}
+    carrying = sizes | {
+        "T": tokens, "L": WIDTH - 1 + tokens, "W": WIDTH, "V_FIRST": 2 * G * K if delta else 0, "CARRY": module.carry,
+        "BR": triton.next_power_of_2(WINDOW + tokens - 1), "PDL": PDL,
     }  # fmt: skip
     bound = None if delta else "fp32"
-    types = {
-        "ring": RING, "inputs": Inputs(BF16, BF16, BF16, BF16 if delta else None, BF16),
-        "weights": LayerWeights("*bf16", None, "*fp32", "*fp32", "fp32", bound, bound),
-        "table": "*i32", "parent": None, "kin": None, "t": "*fp32", "c": "*fp32", "y": "*bf16",
-        "skip": None if delta else Field("*fp32", "i32", "i32"), "gate": None,
+    inputs = {
+        "inputs": Inputs(BF16, BF16, BF16, BF16 if delta else None, BF16),
+        "weights": LayerWeights("*bf16", "i32", "i32", None, "*fp32", "*fp32", "fp32", bound, bound),
+        "parent": None, "kin": None,
     }  # fmt: skip
+    step = {"ring": RING, "table": "*i32", "t": "*fp32", "c": "*fp32"}
+    outputs = {"y": "*bf16", "skip": None if delta else Field("*fp32", "i32", "i32"), "gate": None}
     found = []
     for fmt, (high, low) in PLANES.items():
         planes = {"high": Pool(high, "i32"), "low": Pool(low, "i32")}
+        folding = sizes | {"E": K if name == "kda" else 1, "DELTA": delta, "FORMAT": fmt, "STEP": module.step}
         for rows in ROWS:
             chosen = kernels.launch(recurrence, Geometry(*size), rows, tokens, 4 if fmt == "fp32" else 2)
-            for what, kernel, tile, fold in (
-                (f"B={rows}", kernels.decode_kernel, chosen.rows, None if chosen.programs else module.fold),
-                (f"B={rows} due", kernels.due_kernel, chosen.due, module.fold),
-            ):
-                constants = step | {"FORMAT": fmt, "FOLD": fold} | kernels.cut(Geometry(*size), tile)
-                warps = constants.pop("num_warps")
-                own = {} if fold is None or kernel is kernels.decode_kernel else {"B": "i32"}
-                if kernel is kernels.decode_kernel or chosen.programs:
-                    found.append((f"{what} {fmt}", kernel, planes | types | own, constants, warps))
+            reading = folding | {"T": tokens, "N": H if delta else G, "BP": WINDOW, "BT": triton.next_power_of_2(tokens)}
+            reading |= {"BV": chosen.read_v, "BF": chosen.fold_v, "PDL": PDL}
+            types = planes | step | outputs
+            if chosen.together:
+                found.append(
+                    (f"decode {fmt}", kernels.decode_kernel, types | inputs, carrying | reading, chosen.read_warps)
+                )
+            else:
+                found.append((f"read {fmt}", kernels.read_kernel, types, reading, chosen.read_warps))
         into = planes | {"out_high": Pool(high, "i32"), "out_low": Pool(low, "i32"), "ring": RING}
-        rows_of = dict.fromkeys(("slots", "start", "counts"), "*i64")
-        fold = shape | {"BR": WINDOW, "BF": 16, "FORMAT": fmt, "OUT": fmt, "FOLD": module.fold, "IN_PLACE": True}
-        found.append((f"flush {fmt}", kernels.fold_kernel, into | rows_of, fold, 4))
+        into |= dict.fromkeys(("slots", "start", "counts"), "*i64")
+        folding |= {"BV": 32, "OUT": fmt, "IN_PLACE": True}
+        found.append((f"fold {fmt}", kernels.fold_kernel, into, folding, 4))
+    carrying |= {"BJ": chosen.carry_heads, "BC": chosen.channels}
+    found.append(("carry", kernels.carry_kernel, inputs | step, carrying, chosen.carry_warps))
     return found
 
 
@@ -106,7 +109,7 @@ def main(arch: str) -> None:
     amd = arch.startswith("gfx")
     target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch), 32)
     cursors = {"cursors": "*i64", "table": "*i32", "S": "i32", "B": "i32", "BLOCK": ring_kernel.BLOCK}
-    begin = {"given": "*i64", "lengths": "*i64", "T": 1, "R": WINDOW + 1, "MOST": 1, "WINDOW": WINDOW}
+    begin = {"given": "*i64", "lengths": "*i64", "T": 1, "R": WINDOW + 1, "MOST": 1, "WINDOW": WINDOW, "DEFERRED": True}
     commit = {"counts": "*i64", "CONV": WIDTH}
     for what, kernel, own in (
         ("begin", ring_kernel.begin_kernel, begin),

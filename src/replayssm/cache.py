@@ -126,6 +126,7 @@ class ReplayCache:
 
     def _new_layer(self, slots: int) -> LayerState:
         (H, G, V, K), R, delta = self.geometry, self.sizes.ring, self.recurrence.delta
+        by_products = R if delta and self.implementation.needs_back else 0
         E, wide = self.recurrence.gate_dim(self.geometry), self.format.compute
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -139,7 +140,7 @@ class ReplayCache:
                 g=empty(H, R, E, dtype=wide),
                 w=empty(H, R, dtype=wide),
                 norm=empty(G, R if delta else 0, dtype=wide),
-                back=empty(H, R if delta else 0, R if delta else 0, dtype=wide),
+                back=empty(H, by_products, by_products, dtype=wide),
             ),
             conv=empty(self.sizes.conv, self.conv.channels if self.conv else 0, dtype=self.dtype),
         )
@@ -320,8 +321,8 @@ class ReplayCache:
         P, T, R = path.shape[1], step.tokens, self.sizes.ring
         if isinstance(step, DeviceStep):
             living = (step.table[0] >= 0).nonzero().squeeze(1)
-            slots, start, committed, _, _, conv_end = step.table[:6, living].to(torch.int64)
-            nodes = path[living].clamp(max=T - 1)
+            slots, start, committed, _, _, conv_end, row = step.table[:7, living].to(torch.int64)
+            nodes = path[row].clamp(max=T - 1)
         else:
             slots, start, committed, conv_end = step.slots, step.start, step.committed, step.conv_end
             nodes = step.select(path)
@@ -335,7 +336,7 @@ class ReplayCache:
             for pool in layer.ring[:-1]:
                 if pool.numel():
                     pool[at, :, places] = pool[at, :, moved]
-            if self.recurrence.delta:
+            if layer.ring.back.numel():
                 rows = layer.ring.back[at, :, moved]  # [B, P, H, R]
                 columns = moved[:, None, None].expand(*rows.shape[:3], P)
                 kept = rows.gather(3, columns)

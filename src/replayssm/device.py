@@ -23,22 +23,14 @@ class Device(NamedTuple):
 
     name: str = "triton"
     on_device: bool = True
+    needs_back: bool = False
 
     def begin(
         self, cache: Any, given: Tensor, lengths: Tensor | None, tokens: int, parent: Tensor | None
     ) -> DeviceStep:
-        """One launch. Slots that are due are folded by the step's own reads, or (T > window) before anything is appended."""
+        """One launch. Slots that are due are folded by each layer's decode."""
         table = torch.ops.replayssm.begin(cache.cursor_tensor, given, lengths, tokens, *cache.sizes)
-        step = ring_kernel.step(table, tokens, parent)
-        if cache.max_tokens > cache.window:
-            start, folds = table[1], table[4]
-            for layer in cache.layers:
-                kernels.flush(cache.recurrence, cache.format, layer, table[0], start, folds)
-            start.copy_((start + folds) % cache.sizes.ring)
-            table[2] -= folds
-            folds.zero_()
-            table[7].zero_()
-        return step
+        return ring_kernel.step(table, tokens, parent)
 
     def commit(self, cache: Any, step: DeviceStep, n: Tensor | None) -> None:
         """One launch."""
@@ -172,7 +164,7 @@ def decode_layer(
     layer = LayerState(tuple(planes), Records(*records), conv)
     q, k, v = (kernels.field(part) for part in found.split_flat(x if x.stride(-1) == 1 else x.contiguous(), shape))
     inputs = kernels.Inputs(q, k, v, None if raw_g is None else kernels.field(raw_g), kernels.field(raw_w))
-    weights = kernels.LayerWeights(conv_weight.contiguous(), conv_bias, A_log, dt_bias, scale, low, high)
+    weights = kernels.LayerWeights(conv_weight, *conv_weight.stride(), conv_bias, A_log, dt_bias, scale, low, high)
     return kernels.decode(found, shape, format, window, layer, step, inputs, weights, D, gate, x.dtype)
 
 

@@ -1,16 +1,15 @@
 """Implementation `triton`: what all recurrences share on a GPU. Imported only when a cache asks for it.
 
-One layer's step is one launch. A program holds one row, some heads of a key group and some of V:
+One layer's step is two launches, at small batch one:
 
-    values  convolution of its channels of v, into the ring
-    carry   convolution of q and k, gates, norms, the step's records into the ring, then t and c
-            (`carry` of recurrences/<name>/kernel.py)
-    read    for each of its tiles of the checkpoint: y = c_0 S0 t + c . v, skip, output gate
+    carry   convolution, gates, norms, append, then t and c (`carry` of recurrences/<name>/kernel.py), one program per row
+            and some heads of a key group; besides, programs that convolve and append blocks of value channels
+    read    y = c_0 S0 t + c . v, skip, output gate: one program per row, head and tile of V. Where the row's ring is full,
+            the program then walks the tile, which it still holds, through the records (`step` of the same file, the
+            recurrence itself) and writes it back: a flush costs one write, no pass and no launch of its own
 
-Programs of different rows stand at different phases, so the carries hide behind others' reads. A row whose ring is full is
-folded by the program that has just read its tile (`fold` of recurrences/<name>/kernel.py): a flush costs one write of the
-checkpoint and no pass of its own. Since the fold needs many registers, such rows get a launch to themselves at large batch:
-a persistent grid over the list that the step's table holds, beside the end of the first launch.
+The launches overlap (programmatic dependence): the read fetches checkpoints and rings while the carry still runs. At small
+batch every program repeats the carry it needs while its tile is on its way.
 
 Everything that changes from step to step is in device tensors (DeviceStep.table, cursors, rings). In Triton's interpreter
 (TRITON_INTERPRET=1) the same kernels run on a CPU, for tests. Layouts inside a slot are dense; the stride from slot to slot
@@ -74,7 +73,9 @@ class LayerWeights(NamedTuple):
     All None where inputs are ready to be used.
     """
 
-    conv_weight: Tensor | None = None
+    conv_weight: Tensor | None = None  # [C, W] with its strides; fastest where that of C is 1
+    conv_channel: int = 0
+    conv_tap: int = 0
     conv_bias: Tensor | None = None
     A_log: Tensor | None = None
     dt_bias: Tensor | None = None
@@ -138,43 +139,21 @@ def softplus(x):
     return tl.where(x > 20.0, x, tl.where(y == 1.0, u, tl.log(y) * (u / (y - 1.0))))
 
 
-@triton.jit
-def parts(a):
-    """Three bf16 numbers whose sum is the fp32 number a, to its last bit or two."""
-    a0 = a.to(tl.bfloat16)
-    rest = a - a0.to(tl.float32)
-    a1 = rest.to(tl.bfloat16)
-    return a0, a1, (rest - a1.to(tl.float32)).to(tl.bfloat16)
-
-
-@triton.jit
-def product(a, b, DOT: tl.constexpr):
-    """a @ b of which one is fp32 and the other as activations are stored, to fp32: bf16 is exact beside bf16 parts."""
-    if DOT == "tf32x3" and a.dtype == tl.bfloat16:
-        b0, b1, b2 = parts(b)
-        return tl.dot(a, b0) + (tl.dot(a, b1) + tl.dot(a, b2))
-    elif DOT == "tf32x3" and b.dtype == tl.bfloat16:
-        a0, a1, a2 = parts(a)
-        return tl.dot(a0, b) + (tl.dot(a1, b) + tl.dot(a2, b))
-    else:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=DOT)
-
-
 # ---- a step's inputs ----
 
 
 @triton.jit
 def load_row(table, i_b, B):
-    """Row i_b of a step: slot (int64), ring_start, num_committed, tokens, conv_end."""
+    """Column i_b of a step's table: slot, ring_start, num_committed, tokens, conv_end, the caller's row."""
     return (
         tl.load(table + i_b).to(tl.int64), tl.load(table + B + i_b), tl.load(table + 2 * B + i_b),
-        tl.load(table + 3 * B + i_b), tl.load(table + 5 * B + i_b),
+        tl.load(table + 3 * B + i_b), tl.load(table + 5 * B + i_b), tl.load(table + 6 * B + i_b).to(tl.int64),
     )  # fmt: skip
 
 
 @triton.jit
 def channels(
-    field, conv, weights, parent, i_b, i, slot, end, o_c, m_c, FIRST: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
+    field, conv, weights, parent, row, i, slot, end, o_c, m_c, FIRST: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
     W: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Channels o_c of a field for token i, fp32, rounded as activations are; raw inputs are kept for later steps.
@@ -182,24 +161,25 @@ def channels(
     With weights: y = silu(bias + sum_d weight[:, W - 1 - d] x_d), x_0 the token's input, x_d the one d before it: another
     token's of the step, or one of the convolution's ring of L places, whose channels begin at FIRST for this field.
     """
-    p_x = field.data + i_b.to(tl.int64) * field.row + o_c
+    p_x = field.data + row * field.row + o_c
     b_y = tl.load(p_x + i * field.token, mask=m_c, other=0.0)
     if weights.conv_weight is not None:
         o_w = FIRST + o_c
         p_pool = conv.data + slot * conv.slot + o_w
         tl.store(p_pool + (end + i) % L * C, b_y, mask=m_c)
-        b_sum = b_y.to(tl.float32) * tl.load(weights.conv_weight + o_w * W + W - 1, mask=m_c, other=0.0).to(tl.float32)
+        p_w = weights.conv_weight + o_w * weights.conv_channel
+        b_sum = b_y.to(tl.float32) * tl.load(p_w + (W - 1) * weights.conv_tap, mask=m_c, other=0.0).to(tl.float32)
         at = i
         for d in tl.static_range(1, W):
             if parent is not None:
                 # behind a root come the committed inputs, -1 the newest
-                at = tl.where(at >= 0, tl.load(parent + i_b * T + tl.maximum(at, 0)), at - 1)
+                at = tl.where(at >= 0, tl.load(parent + row * T + tl.maximum(at, 0)), at - 1)
             else:
                 at = at - 1
             b_x = tl.load(p_pool + (end + at + L) % L * C, mask=m_c & (at < 0), other=0.0).to(tl.float32)
             if T > 1:
                 b_x += tl.load(p_x + at * field.token, mask=m_c & (at >= 0), other=0.0).to(tl.float32)
-            b_sum += b_x * tl.load(weights.conv_weight + o_w * W + W - 1 - d, mask=m_c, other=0.0).to(tl.float32)
+            b_sum += b_x * tl.load(p_w + (W - 1 - d) * weights.conv_tap, mask=m_c, other=0.0).to(tl.float32)
         if weights.conv_bias is not None:
             b_sum += tl.load(weights.conv_bias + o_w, mask=m_c, other=0.0).to(tl.float32)
         b_y = (b_sum * sigmoid(b_sum)).to(b_y.dtype)
@@ -207,27 +187,13 @@ def channels(
 
 
 @triton.jit
-def append_values(
-    inputs, ring, weights, parent, i_b, slot, first, before, length, end, o_c, m_c,
-    FIRST: tl.constexpr, C: tl.constexpr, L: tl.constexpr, W: tl.constexpr, T: tl.constexpr, V: tl.constexpr,
-    R: tl.constexpr,
-):  # fmt: skip
-    """Value channels o_c of all tokens: convolution, and into the ring."""
-    for i in range(T):
-        m = m_c & (i < length)
-        b_v = channels(inputs.v, ring.conv, weights, parent, i_b, i, slot, end, o_c, m, FIRST, C, L, W, T)
-        p_v = ring.v.data + slot * ring.v.slot + (o_c // V * R + (first + before + i) % R) * V + o_c % V
-        tl.store(p_v, b_v.to(ring.v.data.dtype.element_ty), mask=m)
-
-
-@triton.jit
-def is_seen(o_r, before, i, kin, i_b, T: tl.constexpr):
-    """Which records (by number) token i of row i_b sees, itself excluded."""
+def is_seen(o_r, before, i, kin, row, T: tl.constexpr):
+    """Which records (by number) token i of a row sees, itself excluded."""
     seen = o_r < before + i
     if kin is not None:
         o_t = o_r - before
         own = (o_t >= 0) & (o_t < T)
-        seen &= (o_t < 0) | (tl.load(kin + (i_b * T + i) * T + tl.where(own, o_t, 0), mask=own, other=0) != 0)
+        seen &= (o_t < 0) | (tl.load(kin + (row * T + i) * T + tl.where(own, o_t, 0), mask=own, other=0) != 0)
     return seen
 
 
@@ -235,185 +201,268 @@ def is_seen(o_r, before, i, kin, i_b, T: tl.constexpr):
 
 
 @triton.jit
-def decode_unit(
-    high, low, ring, inputs, weights, table, parent, kin, t, c, y, skip, gate, i_b, i_u, B,
-    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, V_FIRST: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr,
-    BR: tl.constexpr, BK: tl.constexpr, BF: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, SPLIT: tl.constexpr,
-    BC: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, FOLD: tl.constexpr, DOT: tl.constexpr,
+def values(
+    inputs, ring, weights, table, parent, i_b, from_c, count, B,
+    T: tl.constexpr, V: tl.constexpr, R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr,
+    C: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """y = (c_0 S0 t + sum_j c_j v_j + D v) silu(z) for row i_b and unit i_u; records appended; with FOLD, a due row's fold.
+    """`count` value channels (at most BC) of row i_b, all tokens: convolution, and into the ring."""
+    slot, first, before, length, end, row = load_row(table, i_b, B)
+    o_c = from_c + tl.arange(0, BC)
+    for i in range(T):
+        m = (tl.arange(0, BC) < count) & (i < length)
+        b_v = channels(inputs.v, ring.conv, weights, parent, row, i, slot, end, o_c, m, FIRST, C, L, W, T)
+        p_v = ring.v.data + slot * ring.v.slot + (o_c // V * R + (first + before + i) % R) * V + o_c % V
+        tl.store(p_v, b_v.to(ring.v.data.dtype.element_ty), mask=m)
 
-    A unit is one part of SPLIT of the V of BJ heads (of one head if SPLIT > 1). Parts of a head repeat its carry.
+
+@triton.jit
+def carry_kernel(
+    inputs, ring, weights, table, parent, kin, t, c,
+    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    L: tl.constexpr, W: tl.constexpr, V_FIRST: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
+    BC: tl.constexpr, CARRY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Append and carry: grid (programs of a row, B), first one per BJ heads of a key group, then one per BC channels of v.
 
     | Name       | Shape          | Dtype  | Dir    | Meaning                                                  |
-    | high, low  | [S, H, V, K]   | format | in/out | Pools: the plane that tokens read, and the last plane    |
-    | ring       | Ring           |        | in/out | records; the step's own are written                      |
     | inputs     | Inputs         |        | in     | what the step brings                                     |
+    | ring       | Ring           |        | in/out | records; the step's own are written                      |
     | weights    | LayerWeights   |        | in     | of convolution and gates                                 |
     | table      | [8, B]         | int32  | in     | DeviceStep.table                                         |
     | parent     | [B, T]         | int32  | in     | of a tree, else None; kin [B, T, T] likewise             |
-    | t          | [B, N, T, K]   | fp32   | work   | carried queries of N = G or H heads                      |
-    | c          | [B, H, T, 1+R] | fp32   | work   | weights of S0 t, then of v by record number              |
-    | y          | [B, T, H, V]   |        | out    |                                                          |
-    | skip       | [H, V]         |        | in     | D as a Field (strides of H and V), or None               |
-    | gate       | [B, T, H, V]   |        | in     | z as a Field, or None                                    |
-
-    Bytes: V K read_bytes + (committed + T) V itemsize per row and head, the keys and gates of as many records, the
-    convolution's inputs; a fold adds the planes' write, and the read of those that tokens don't read.
+    | t          | [B, N, T, K]   | fp32   | out    | carried queries of N = G or H heads                      |
+    | c          | [B, H, T, 1+R] | fp32   | out    | weights of S0 t, then of v by record number              |
     """
-    J: tl.constexpr = H // G
-    groups: tl.constexpr = (J + BJ - 1) // BJ
-    blocks: tl.constexpr = (V + BV * SPLIT - 1) // (BV * SPLIT)  # tiles of a head in this unit
-    C: tl.constexpr = 2 * G * K + H * V
-    i_g, i_j, i_s = i_u // (groups * SPLIT), i_u // SPLIT % groups, i_u % SPLIT
-    i_h = i_g * J + i_j * BJ
-    o_p, o_t, o_k, o_v = tl.arange(0, BP), tl.arange(0, BT), tl.arange(0, BK), tl.arange(0, BV)
-    m_k = o_k < K
-    slot, first, before, length, end = load_row(table, i_b, B)
-    # (1) values
-    heads = tl.minimum(BJ, J - i_j * BJ)
-    from_v = i_s * blocks * BV
-    o_c = tl.arange(0, BC)
-    m_c = o_c < (tl.minimum(blocks * BV, V - from_v) if SPLIT > 1 else heads * V)
-    append_values(
-        inputs, ring, weights, parent, i_b, slot, first, before, length, end, i_h * V + from_v + o_c, m_c,
-        V_FIRST, C, L, W, T, V, R,
-    )  # fmt: skip
-    # (2) t and c, which other threads of this program need
-    CARRY(
-        inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_j, B, T, H, G, V, K, R, L, W, BR, BK, BJ, DOT
-    )  # fmt: skip
-    tl.debug_barrier()
-    p_v = ring.v.data + slot * ring.v.slot
-    at_p, at_t = (first + o_p) % R * V, (first + before + o_t) % R * V
-    m_p, m_t = o_p < before, o_t < length
-    for n in range(BJ * blocks):
-        h = i_h + n // blocks
-        b_o = from_v + n % blocks * BV + o_v
-        m_v = (b_o < V) & (n // blocks < heads)
-        # (3) y = c_0 S0 t + c . v
-        b_s = load_read(high.data + slot * high.slot + (h * V + b_o[:, None]) * K + o_k, m_v[:, None] & m_k)
-        b_v = tl.load(p_v + h * R * V + at_p[:, None] + b_o, mask=m_p[:, None] & m_v, other=0.0).to(tl.float32)
-        b_own = tl.load(p_v + h * R * V + at_t[:, None] + b_o, mask=m_t[:, None] & m_v, other=0.0).to(tl.float32)
-        for i in range(T):
-            b_t = tl.load(t + ((i_b * N + h // (H // N)) * T + i) * K + o_k, mask=m_k, other=0.0)
-            p_c = c + ((i_b * H + h) * T + i) * (1 + R)
-            b_c = tl.load(p_c + 1 + o_p, mask=m_p, other=0.0)
-            c_own = tl.load(p_c + 1 + before + o_t, mask=m_t & (o_t <= i), other=0.0)
-            b_y = tl.load(p_c) * tl.sum(b_s * b_t, 1)
-            b_y += tl.sum(b_c[:, None] * b_v, 0) + tl.sum(c_own[:, None] * b_own, 0)
-            # (4) skip and output gate
-            if skip is not None:
-                b_d = tl.load(skip.data + h * skip.row + b_o * skip.token, mask=m_v, other=0.0).to(tl.float32)
-                b_y += b_d * tl.sum(tl.where((o_t == i)[:, None], b_own, 0.0), 0)
-            if gate is not None:
-                p_z = gate.data + i_b.to(tl.int64) * gate.row + i * gate.token + h * V + b_o
-                b_z = tl.load(p_z, mask=m_v, other=0.0).to(tl.float32)
-                b_y *= b_z * sigmoid(b_z)
-            b_y = tl.where(i < length, b_y, 0.0)
-            tl.store(y + ((i_b.to(tl.int64) * T + i) * H + h) * V + b_o, b_y.to(y.dtype.element_ty), mask=m_v)
-        # (5) the fold, a few rows of V at a time; they are still in the L2 cache
-        if FOLD is not None:
-            folds = tl.load(table + 4 * B + i_b)
-            if (folds > 0) & (n // blocks < heads):
-                for v in range(0, BV, BF):
-                    fold_tile(
-                        high, low, high, low, slot, ring, slot, first, folds, h,
-                        from_v + n % blocks * BV + v + tl.arange(0, BF), H, G, V, K, R, BP, BK, FORMAT, FORMAT, FOLD, DOT,
-                    )  # fmt: skip
-
-
-@triton.jit
-def decode_kernel(
-    high, low, ring, inputs, weights, table, parent, kin, t, c, y, skip, gate,
-    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, V_FIRST: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr,
-    BR: tl.constexpr, BK: tl.constexpr, BF: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, SPLIT: tl.constexpr,
-    BC: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, FOLD: tl.constexpr, DOT: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """decode_unit for every unit and row: grid (units, B). Without FOLD, rows that are due are left out."""
     if PDL:
         gdc_launch_dependents()
     i_u, i_b, B = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    if tl.load(table + i_b) < 0:
-        o_y = i_u * BC + tl.arange(0, BC)
-        while i_u * BC < T * H * V:
-            o_y = i_u * BC + tl.arange(0, BC)
-            p_y = y + i_b.to(tl.int64) * T * H * V + o_y
-            tl.store(p_y, tl.zeros([BC], tl.float32).to(y.dtype.element_ty), mask=o_y < T * H * V)
-            i_u += tl.num_programs(0)
-    elif FOLD is not None or tl.load(table + 4 * B + i_b) == 0:
-        decode_unit(
-            high, low, ring, inputs, weights, table, parent, kin, t, c, y, skip, gate, i_b, i_u, B,
-            T, H, G, N, V, K, R, L, W, V_FIRST, BP, BT, BR, BK, BF, BJ, BV, SPLIT, BC, FORMAT, CARRY, FOLD, DOT,
-        )  # fmt: skip
+    J: tl.constexpr = H // G
+    parts: tl.constexpr = (J + BJ - 1) // BJ
+    if tl.load(table + i_b) >= 0:
+        if i_u < G * parts:
+            CARRY(
+                inputs, ring, weights, table, parent, kin, t, c, i_b, i_u // parts, i_u % parts, B,
+                T, H, G, V, K, R, L, W, BR, BK, BJ,
+            )  # fmt: skip
+        else:
+            from_c = (i_u - G * parts) * BC
+            values(
+                inputs, ring, weights, table, parent, i_b, from_c, H * V - from_c, B, T, V, R, L, W, V_FIRST,
+                2 * G * K + H * V, BC,
+            )  # fmt: skip
 
 
 @triton.jit
-def due_kernel(
-    high, low, ring, inputs, weights, table, parent, kin, t, c, y, skip, gate, B,
-    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, V_FIRST: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr,
-    BR: tl.constexpr, BK: tl.constexpr, BF: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr, SPLIT: tl.constexpr,
-    BC: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, FOLD: tl.constexpr, DOT: tl.constexpr,
-    PDL: tl.constexpr,
+def read_tile(
+    b_s, ring, table, t, c, y, skip, gate, i_b, i_h, i_v, B,
+    T: tl.constexpr, H: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """decode_unit for the rows that are due: a persistent grid over the step's list of them.
+    """y = (c_0 S0 t + sum_j c_j v_j + D v) silu(z) for the tile b_s [BV, BK] of the checkpoint: row i_b, head i_h, part i_v.
 
-    With PDL it begins when the last programs of decode_kernel have begun, which work on other rows. It must not end
-    before they do, hence the wait.
+    | Name      | Shape          | Dtype  | Dir | Meaning                                           |
+    | ring      | Ring           |        | in  | records                                           |
+    | t, c      | as carry_kernel|        | in  |                                                   |
+    | y         | [B, T, H, V]   |        | out |                                                   |
+    | skip      | [H, V]         |        | in  | D as a Field (strides of H and V), or None        |
+    | gate      | [B, T, H, V]   |        | in  | z as a Field, or None                             |
     """
-    units: tl.constexpr = G * ((H // G + BJ - 1) // BJ) * SPLIT
-    item = tl.program_id(0)
-    items = tl.load(table + 7 * B) * units
-    while item < items:
-        decode_unit(
-            high, low, ring, inputs, weights, table, parent, kin, t, c, y, skip, gate,
-            tl.load(table + 6 * B + item // units), item % units, B,
-            T, H, G, N, V, K, R, L, W, V_FIRST, BP, BT, BR, BK, BF, BJ, BV, SPLIT, BC, FORMAT, CARRY, FOLD, DOT,
-        )  # fmt: skip
-        item += tl.num_programs(0)
-    if PDL:
+    slot, first, before, length, _, row = load_row(table, i_b, B)
+    o_p, o_t, o_k, o_v = tl.arange(0, BP), tl.arange(0, BT), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    m_p, m_t, m_v, m_k = o_p < before, o_t < length, o_v < V, o_k < K
+    p_v = ring.v.data + slot * ring.v.slot + i_h * R * V + o_v
+    b_v = tl.load(p_v[None, :] + ((first + o_p) % R * V)[:, None], mask=m_p[:, None] & m_v, other=0.0).to(tl.float32)
+    if WAIT:
         gdc_wait()
+    p_own = p_v[None, :] + ((first + before + o_t) % R * V)[:, None]
+    b_own = tl.load(p_own, mask=m_t[:, None] & m_v, other=0.0).to(tl.float32)
+    for i in range(T):
+        # (1) y = c_0 S0 t + c . v
+        b_t = tl.load(t + ((row * N + i_h // (H // N)) * T + i) * K + o_k, mask=m_k, other=0.0)
+        p_c = c + ((row * H + i_h) * T + i) * (1 + R)
+        b_c = tl.load(p_c + 1 + o_p, mask=m_p, other=0.0)
+        c_own = tl.load(p_c + 1 + before + o_t, mask=m_t & (o_t <= i), other=0.0)
+        b_y = tl.load(p_c) * tl.sum(b_s * b_t, 1) + tl.sum(b_c[:, None] * b_v, 0) + tl.sum(c_own[:, None] * b_own, 0)
+        # (2) skip and output gate
+        if skip is not None:
+            b_d = tl.load(skip.data + i_h * skip.row + o_v * skip.token, mask=m_v, other=0.0).to(tl.float32)
+            b_y += b_d * tl.sum(tl.where((o_t == i)[:, None], b_own, 0.0), 0)
+        if gate is not None:
+            p_z = gate.data + row * gate.row + i * gate.token + i_h * V + o_v
+            b_z = tl.load(p_z, mask=m_v, other=0.0).to(tl.float32)
+            b_y *= b_z * sigmoid(b_z)
+        b_y = tl.where(i < length, b_y, 0.0)
+        tl.store(y + ((row * T + i) * H + i_h) * V + o_v, b_y.to(y.dtype.element_ty), mask=m_v)
+
+
+@triton.jit
+def zero_tile(y, row, i_h, i_v, T: tl.constexpr, H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+    """Outputs of a padding row."""
+    o_v = i_v * BV + tl.arange(0, BV)
+    for i in range(T):
+        p_y = y + ((row * T + i) * H + i_h) * V + o_v
+        tl.store(p_y, tl.zeros([BV], tl.float32).to(y.dtype.element_ty), mask=o_v < V)
+
+
+@triton.jit
+def load_tile(high, slot, i_h, i_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr):
+    """Rows i_v of V of one head's checkpoint, as tokens read it: [BV, BK]."""
+    o_v, o_k = i_v * BV + tl.arange(0, BV), tl.arange(0, BK)
+    at = (i_h * V + o_v[:, None]) * K + o_k
+    return load_read(high.data + slot * high.slot + at, (o_v < V)[:, None] & (o_k < K))
+
+
+@triton.jit
+def load_record(
+    ring, slot, place, more, i_h, o_v, o_k,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
+    DELTA: tl.constexpr,
+):  # fmt: skip
+    """k [BK] (normalised where the recurrence does that), v [BV], g [BK] or one, w of the record at a place, fp32."""
+    i_g = i_h // (H // G)
+    m_k = (o_k < K) & more
+    b_k = tl.load(ring.k.data + slot * ring.k.slot + (i_g * R + place) * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    if DELTA:
+        b_k *= tl.load(ring.norm.data + slot * ring.norm.slot + i_g * R + place, mask=more, other=0.0)
+    p_v = ring.v.data + slot * ring.v.slot + (i_h * R + place) * V + o_v
+    b_v = tl.load(p_v, mask=(o_v < V) & more, other=0.0).to(tl.float32)
+    p_g = ring.g.data + slot * ring.g.slot + (i_h * R + place) * E
+    if E > 1:
+        b_g = tl.load(p_g + o_k, mask=m_k, other=0.0)
+    else:
+        b_g = tl.load(p_g, mask=more, other=0.0)
+    return b_k, b_v, b_g, tl.load(ring.w.data + slot * ring.w.slot + i_h * R + place, mask=more, other=0.0)
 
 
 @triton.jit
 def fold_tile(
-    high, low, out_high, out_low, i_out, ring, slot, first, count, i_h, o_v,
-    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
-    BK: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr, FOLD: tl.constexpr, DOT: tl.constexpr,
+    b_s, ring, slot, first, count, i_h, o_v,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
+    BK: tl.constexpr, DELTA: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Rows o_v of one head's state after `count` records, from planes of FORMAT to planes of OUT."""
+    """The tile b_s [BV, BK] after `count` records from place `first`: the recurrence, step by step, the next one on its way."""
     o_k = tl.arange(0, BK)
-    at = (i_h * V + o_v[:, None]) * K + o_k
-    mask = (o_v < V)[:, None] & (o_k < K)
-    b_s = load_update(high.data + slot * high.slot + at, low.data + slot * low.slot + at, mask, FORMAT)
-    b_s = FOLD(b_s, ring, slot, first, count, i_h, o_v, H, G, V, K, R, BR, BK, DOT)
-    store_planes(out_high.data + i_out * out_high.slot + at, out_low.data + i_out * out_low.slot + at, b_s, mask, OUT)
+    b_k, b_v, b_g, weight = load_record(ring, slot, first % R, count > 0, i_h, o_v, o_k, H, G, V, K, R, E, DELTA)
+    i = 0
+    while i < count:
+        i += 1
+        next_k, next_v, next_g, next_w = load_record(
+            ring, slot, (first + i) % R, i < count, i_h, o_v, o_k, H, G, V, K, R, E, DELTA
+        )  # fmt: skip
+        b_s = STEP(b_s, b_k, b_v, b_g, weight)
+        b_k, b_v, b_g, weight = next_k, next_v, next_g, next_w
+    return b_s
+
+
+@triton.jit
+def flush_tile(
+    b_s, high, low, ring, table, i_b, i_h, i_v, B,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
+    BV: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """Where row i_b is due: fold the tile that was read, b_s, and write it back; BF rows of V at a time.
+
+    What tokens read of a split16 checkpoint is not all of it, and fewer rows need fewer registers: then it is loaded
+    again, out of the L2 cache.
+    """
+    folds = tl.load(table + 4 * B + i_b)
+    if folds > 0:
+        slot, first, _, _, _, _ = load_row(table, i_b, B)
+        for i_f in range(BV // BF):
+            o_v, o_k = i_v * BV + i_f * BF + tl.arange(0, BF), tl.arange(0, BK)
+            at = (i_h * V + o_v[:, None]) * K + o_k
+            mask = (o_v < V)[:, None] & (o_k < K)
+            p_high, p_low = high.data + slot * high.slot + at, low.data + slot * low.slot + at
+            if BF < BV or FORMAT == "split16":
+                b_f = load_update(p_high, p_low, mask, FORMAT)
+            else:
+                b_f = b_s
+            b_f = fold_tile(b_f, ring, slot, first, folds, i_h, o_v, H, G, V, K, R, E, BK, DELTA, STEP)
+            store_planes(p_high, p_low, b_f, mask, FORMAT)
+
+
+@triton.jit
+def read_kernel(
+    high, low, ring, table, t, c, y, skip, gate,
+    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    R: tl.constexpr, E: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr,
+    BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """read_tile for every tile, head and row, and the flush of rows that are due, which come first: grid (V / BV, H, B).
+
+    high, low [S, H, V, K] are the plane that tokens read and the last one, as Pools. Bytes: V K read_bytes +
+    (committed + T) V itemsize per row and head, and t, c, y; a flush adds the planes' write, and the read of those that
+    tokens don't read. With PDL the checkpoint is fetched before the carry has ended.
+    """
+    i_v, i_h, i_b, B = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    slot = tl.load(table + i_b).to(tl.int64)
+    if slot < 0:
+        zero_tile(y, tl.load(table + 6 * B + i_b).to(tl.int64), i_h, i_v, T, H, V, BV)
+    else:
+        b_s = load_tile(high, slot, i_h, i_v, V, K, BV, BK)
+        read_tile(b_s, ring, table, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, N, V, K, R, BP, BT, BV, BK, PDL)
+        if STEP is not None:
+            flush_tile(b_s, high, low, ring, table, i_b, i_h, i_v, B, H, G, V, K, R, E, BV, BF, BK, DELTA, FORMAT, STEP)
+
+
+@triton.jit
+def decode_kernel(
+    high, low, inputs, ring, weights, table, parent, kin, t, c, y, skip, gate,
+    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    R: tl.constexpr, E: tl.constexpr, L: tl.constexpr, W: tl.constexpr, V_FIRST: tl.constexpr, BP: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
+    CARRY: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Carry and read in one launch, for small batches: grid (V / BV, H, B), arguments as in both.
+
+    Every program does its head's carry itself; those of one head write the same numbers.
+    """
+    i_v, i_h, i_b, B = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    J: tl.constexpr = H // G
+    slot = tl.load(table + i_b).to(tl.int64)
+    if slot < 0:
+        zero_tile(y, tl.load(table + 6 * B + i_b).to(tl.int64), i_h, i_v, T, H, V, BV)
+    else:
+        b_s = load_tile(high, slot, i_h, i_v, V, K, BV, BK)
+        values(
+            inputs, ring, weights, table, parent, i_b, i_h * V + i_v * BV, tl.minimum(BV, V - i_v * BV), B,
+            T, V, R, L, W, V_FIRST, 2 * G * K + H * V, BV,
+        )  # fmt: skip
+        CARRY(
+            inputs, ring, weights, table, parent, kin, t, c, i_b, i_h // J, i_h % J, B,
+            T, H, G, V, K, R, L, W, BR, BK, 1,
+        )  # fmt: skip
+        tl.debug_barrier()  # t, c and v are in memory, for other threads of this program
+        read_tile(b_s, ring, table, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, N, V, K, R, BP, BT, BV, BK, False)
+        if STEP is not None:
+            flush_tile(b_s, high, low, ring, table, i_b, i_h, i_v, B, H, G, V, K, R, E, BV, BF, BK, DELTA, FORMAT, STEP)
 
 
 @triton.jit
 def fold_kernel(
     high, low, out_high, out_low, ring, slots, start, counts,
-    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
-    BF: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr, FOLD: tl.constexpr,
-    IN_PLACE: tl.constexpr, DOT: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr,
+    STEP: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     """The state of n slots after their first `counts` records, in place or as [n, H, V, K]: flush and materialize.
 
     One program per slot, head and tile of V. In place, slots without records are left alone.
     """
-    i_n, i_h, i_v = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_n, i_h, i_v = tl.program_id(2), tl.program_id(1), tl.program_id(0)
     slot, count = tl.load(slots + i_n).to(tl.int64), tl.load(counts + i_n)
-    if IN_PLACE and ((slot < 0) | (count == 0)):
-        return
     i_out = slot if IN_PLACE else i_n.to(tl.int64)
-    fold_tile(
-        high, low, out_high, out_low, i_out, ring, slot, tl.load(start + i_n), count, i_h,
-        i_v * BF + tl.arange(0, BF), H, G, V, K, R, BR, BK, FORMAT, OUT, FOLD, DOT,
-    )  # fmt: skip
+    if (not IN_PLACE) or ((slot >= 0) & (count > 0)):
+        o_v, o_k = i_v * BV + tl.arange(0, BV), tl.arange(0, BK)
+        at = (i_h * V + o_v[:, None]) * K + o_k
+        mask = (o_v < V)[:, None] & (o_k < K)
+        b_s = load_update(high.data + slot * high.slot + at, low.data + slot * low.slot + at, mask, FORMAT)
+        b_s = fold_tile(b_s, ring, slot, tl.load(start + i_n), count, i_h, o_v, H, G, V, K, R, E, BK, DELTA, STEP)
+        store_planes(
+            out_high.data + i_out * out_high.slot + at, out_low.data + i_out * out_low.slot + at, b_s, mask, OUT
+        )
 
 
 @triton.jit
@@ -423,64 +472,53 @@ def convolve_kernel(
 ):  # fmt: skip
     """The convolution by itself: y [B, T, C], zero for padding; one program per row and BC channels."""
     i_b, i_c, B = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    slot, _, _, length, end = load_row(table, i_b, B)
+    slot, _, _, length, end, row = load_row(table, i_b, B)
     o_c = i_c * BC + tl.arange(0, BC)
     m_c = (o_c < C) & (slot >= 0)
     for i in range(T):
         m = m_c & (i < length)
-        b_y = channels(x, conv, weights, parent, i_b, i, tl.maximum(slot, 0), end, o_c, m, 0, C, L, W, T)
+        b_y = channels(x, conv, weights, parent, row, i, tl.maximum(slot, 0), end, o_c, m, 0, C, L, W, T)
         b_y = tl.where(m, b_y, 0.0).to(y.dtype.element_ty)
-        tl.store(y + (i_b.to(tl.int64) * T + i) * C + o_c, b_y, mask=o_c < C)
+        tl.store(y + (row * T + i) * C + o_c, b_y, mask=o_c < C)
 
 
 # ---- launches ----
 
 
-class Tile(NamedTuple):
-    """How the work of a row is cut; powers of two.
-
-    Attributes:
-        heads: heads of a program.
-        split: programs that share a head's V; more than 1 with one head only.
-        v: rows of V that are read at a time.
-        fold_v: rows of V that are folded at a time, at most v.
-        warps: warps of a program.
-    """
-
-    heads: int
-    split: int
-    v: int
-    fold_v: int
-    warps: int
-
-
 class Launch(NamedTuple):
-    """Launch choices of one geometry: rows that are not due, and those that are.
+    """Launch choices of one geometry; tiles are powers of two.
 
     Attributes:
-        programs: persistent programs for rows that are due; 0: one launch does both, cut as `rows` says.
+        together: carry and read are one launch.
+        carry_heads, carry_warps: heads of a key group that a program of the carry holds, and its warps.
+        channels: value channels that a program convolves and appends.
+        read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
+        fold_v: rows of V that it folds at a time, at most read_v.
     """
 
-    rows: Tile
-    due: Tile
-    programs: int
+    together: bool
+    carry_heads: int
+    carry_warps: int
+    channels: int
+    read_v: int
+    read_warps: int
+    fold_v: int
 
 
 def launch(recurrence: Any, geometry: Any, rows: int, tokens: int, read_bytes: int) -> Launch:
     """Launch choices, found on an NVIDIA H200 with `python -m replayssm.bench launches` (docs/log.md)."""
     H, G, V, K = geometry
-    heads, wide = triton.next_power_of_2(H // G), triton.next_power_of_2(V)
-    heads = 1 if recurrence.channel_gate else min(heads, 4)
-    read_v = min(wide, 64 if V <= 64 else 32)
-    tile = Tile(heads=heads, split=1, v=read_v, fold_v=min(read_v, 16), warps=4)
-    if rows * H <= 2048:
-        return Launch(Tile(heads=1, split=max(1, wide // read_v), v=read_v, fold_v=min(read_v, 16), warps=4), tile, 0)
-    return Launch(tile, tile, 132 * 3)
-
-
-def dot_precision() -> str:
-    """How fp32 products are formed: three products of parts on NVIDIA's tensor cores, plain fp32 elsewhere."""
-    return "ieee" if INTERPRETED or torch.version.hip else "tf32x3"
+    wide = triton.next_power_of_2(V)
+    together = rows * H <= 128
+    return Launch(
+        together=together,
+        carry_heads=1 if recurrence.delta else min(8, triton.next_power_of_2(H // G)),
+        carry_warps=1,
+        channels=256,
+        read_v=min(wide, 16 if read_bytes == 4 else 32),
+        read_warps=4,
+        fold_v=min(wide, 16 if read_bytes == 4 else 8),
+    )
 
 
 def dependent_launches(device: torch.device) -> bool:
@@ -510,7 +548,7 @@ def decode(
     recurrence: Any, geometry: Any, format: str, window: int, layer: LayerState, step: DeviceStep, inputs: Inputs,
     weights: LayerWeights, skip: Tensor | None, gate: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """y [B, T, H, V] of one layer in `dtype`; the step's records are appended, rows that are due are folded.
+    """y [B, T, H, V] of one layer in `dtype`; the step's records are appended, rows that are due are flushed.
 
     Args:
         window: the most committed records that a step may find.
@@ -526,47 +564,46 @@ def decode(
     N = H if recurrence.delta else G
     t = torch.empty(B, N, T, K, dtype=torch.float32, device=device)
     c = torch.empty(B, H, T, 1 + R, dtype=torch.float32, device=device)
-    high, low = planes(layer.checkpoint)
+    (high, low), ring, table = planes(layer.checkpoint), pools(layer), step.table
     chosen = launch(recurrence, geometry, B, T, high.data.element_size())
+    PDL = dependent_launches(device)
+    deferred = R - window <= window
+    sizes = {
+        "T": T, "H": H, "G": G, "V": V, "K": K, "R": R, "E": layer.ring.g.shape[3], "BK": triton.next_power_of_2(K),
+        "DELTA": recurrence.delta, "FORMAT": format, "STEP": module.step,
+    }  # fmt: skip
+    reading = sizes | {
+        "N": N, "BP": triton.next_power_of_2(window), "BT": triton.next_power_of_2(T), "BV": chosen.read_v, "BF": chosen.fold_v, "PDL": PDL,
+        "num_warps": chosen.read_warps, "STEP": module.step if deferred else None,
+    }  # fmt: skip
+    carrying = {
+        "T": T, "H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K), "L": layer.conv.shape[1],
+        "W": 1 if weights.conv_weight is None else weights.conv_weight.shape[1],
+        "V_FIRST": 0 if recurrence.conv_order == "vkq" else 2 * G * K, "CARRY": module.carry,
+        "BR": triton.next_power_of_2(window + T - 1), "PDL": PDL,
+    }  # fmt: skip
     if skip is not None:
         skip = (skip[:, None] if skip.ndim == 1 else skip).expand(H, V)
-    arguments = (
-        high, low, pools(layer), inputs, weights, step.table, step.parent, step.kin, t, c, y,
-        None if skip is None else Field(skip, *skip.stride()), None if gate is None else field(gate),
+    outputs = (y, None if skip is None else Field(skip, *skip.stride()), None if gate is None else field(gate))
+    grid = (triton.cdiv(V, chosen.read_v), H, B)
+    if not deferred:
+        # as many tokens as records may wait: those are folded first, to make room
+        start = (table[1] - table[4]) % R
+        _launch_fold(recurrence, format, layer, table[0], start, table[4], layer.checkpoint, format)
+    if chosen.together:
+        decode_kernel[grid](
+            high, low, inputs, ring, weights, table, step.parent, step.kin, t, c, *outputs, **(carrying | reading)
+        )
+        return y
+    programs = G * triton.cdiv(H // G, chosen.carry_heads) + triton.cdiv(H * V, chosen.channels)
+    carry_kernel[(programs, B)](
+        inputs, ring, weights, table, step.parent, step.kin, t, c,
+        **carrying, BJ=chosen.carry_heads, BC=chosen.channels, num_warps=chosen.carry_warps,
     )  # fmt: skip
-    PDL = dependent_launches(device)
-    sizes = {
-        "T": T, "H": H, "G": G, "N": N, "V": V, "K": K, "R": R, "L": layer.conv.shape[1],
-        "W": 1 if weights.conv_weight is None else weights.conv_weight.shape[1],
-        "V_FIRST": 0 if recurrence.conv_order == "vkq" else 2 * G * K,
-        "BP": max(16, triton.next_power_of_2(window)), "BT": triton.next_power_of_2(T),
-        "BR": max(16, triton.next_power_of_2(window + T - 1)), "BK": max(16, triton.next_power_of_2(K)),
-        "FORMAT": format, "CARRY": module.carry, "DOT": dot_precision(), "PDL": PDL,
-    }  # fmt: skip
-    fold = None if chosen.programs else module.fold
-    decode_kernel[(units(geometry, chosen.rows), B)](*arguments, **sizes, **cut(geometry, chosen.rows), FOLD=fold)
-    if chosen.programs:
-        due_kernel[(chosen.programs,)](
-            *arguments, B, **sizes, **cut(geometry, chosen.due), FOLD=module.fold,
-            **({"launch_pdl": True} if PDL else {}),
-        )  # fmt: skip
+    read_kernel[grid](
+        high, low, ring, table, t, c, *outputs, **reading, **({"launch_pdl": True} if PDL else {})
+    )  # fmt: skip
     return y
-
-
-def units(geometry: Any, tile: Tile) -> int:
-    """Programs of a row."""
-    H, G, _, _ = geometry
-    return G * triton.cdiv(H // G, tile.heads) * tile.split
-
-
-def cut(geometry: Any, tile: Tile) -> dict[str, int]:
-    """A Tile as the kernels' constants."""
-    V = geometry[2]
-    values = tile.heads * V if tile.split == 1 else triton.cdiv(V, tile.v * tile.split) * tile.v
-    return {
-        "BJ": tile.heads, "SPLIT": tile.split, "BV": tile.v, "BF": tile.fold_v, "BC": triton.next_power_of_2(values),
-        "num_warps": tile.warps,
-    }  # fmt: skip
 
 
 def convolve(pool: Tensor, step: DeviceStep, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -574,7 +611,7 @@ def convolve(pool: Tensor, step: DeviceStep, x: Tensor, weight: Tensor, bias: Te
     (B, T, C), W = x.shape, weight.shape[1]
     y = torch.empty(B, T, C, dtype=x.dtype, device=x.device)
     if B:
-        weights = LayerWeights(weight.contiguous(), bias)
+        weights = LayerWeights(weight, *weight.stride(), bias)
         convolve_kernel[(B, triton.cdiv(C, 256))](
             field(x), Pool(pool, pool.stride(0)), weights, step.table, step.parent, y,
             T=T, C=C, L=pool.shape[1], W=W, BC=256, num_warps=2,
@@ -602,10 +639,9 @@ def _launch_fold(
     G, R = layer.ring.k.shape[1:3]
     if not len(slots):
         return
-    BF = 16
-    fold_kernel[(len(slots), H, triton.cdiv(V, BF))](
+    BV = min(32, triton.next_power_of_2(V))
+    fold_kernel[(triton.cdiv(V, BV), H, len(slots))](
         *planes(layer.checkpoint), *planes(into), pools(layer), slots, start, counts,
-        H=H, G=G, V=V, K=K, R=R, BR=max(16, triton.next_power_of_2(R - 1)), BF=BF,
-        BK=max(16, triton.next_power_of_2(K)), FORMAT=format, OUT=out, FOLD=recurrence.kernel().fold,
-        IN_PLACE=into is layer.checkpoint, DOT=dot_precision(), num_warps=4,
+        H=H, G=G, V=V, K=K, R=R, E=layer.ring.g.shape[3], BV=BV, BK=triton.next_power_of_2(K), DELTA=recurrence.delta,
+        FORMAT=format, OUT=out, STEP=recurrence.kernel().step, IN_PLACE=into is layer.checkpoint, num_warps=4,
     )  # fmt: skip

@@ -19,7 +19,7 @@ it: t new inputs overwrite the t oldest, so `most` = max_tokens where there is a
 
 A slot is due, and flushed by begin, when its committed records and the step's tokens would pass `flush_at`. Its cursors
 then move at once. The checkpoint itself is folded at once as well, or (on a GPU, where that saves a pass over it) by
-the step's own read in every layer.
+each layer's decode.
 
 All cursors are int64 tensors [S] keyed by slot; the functions below work on any shape, elementwise. The same rules for
 a GPU are in ring_kernel.py.
@@ -174,9 +174,11 @@ class DeviceStep(NamedTuple):
 
     Attributes:
         rows, tokens: sizes of the caller's tensors, [rows, tokens, ...].
-        table: int32 [8, rows]. By row: (0) its slot, -1 if it brings no token, (1) ring_start and (2) num_committed as the
-            step's layers find them, (3) its tokens, (4) the records that the layers' reads fold into the checkpoint,
-            (5) conv_end. Besides: (6) the rows with records to fold, listed, and (7) at its first place how many.
+        table: int32 [8, rows], a column per row, those that are flushed first. (0) the slot, -1 if the row brings no token,
+            (1) ring_start and (2) num_committed as the step's layers find them, (3) tokens, (4) records that each layer's
+            decode folds into the checkpoint, (5) conv_end, (6) which of the caller's rows it is. (7) has one number, at its
+            first place: how many rows are flushed. Where max_tokens <= window, a layer reads the checkpoint first and folds
+            then, so (1) and (2) are those of before the flush; otherwise it must make room first, and they are those after.
         parent: int32 [rows, T] for a draft tree, None for a chain.
         kin: int8 [rows, T, T], which of the step's tokens each sees, itself included; None for a chain.
     """

@@ -22,15 +22,18 @@ RING_START, COMMITTED, PENDING, FLUSH_AT, CONV_END, REACH, LIVE, CLAMPED = map(
 @triton.jit
 def begin_kernel(
     cursors, given, lengths, table, S, B,
-    T: tl.constexpr, R: tl.constexpr, MOST: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    T: tl.constexpr, R: tl.constexpr, MOST: tl.constexpr, WINDOW: tl.constexpr, DEFERRED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Flush and begin of ring.py for B rows, in one program, since it also lists the rows that are due.
+    """Flush and begin of ring.py for B rows, in one program, since it also puts the rows that are due first.
 
     | Name    | Shape  | Dtype | Dir    | Meaning                                |
     | cursors | [8, S] | int64 | in/out | the pool's cursors, rows as in Cursors |
     | given   | [B]    | int64 | in     | slots, negative for padding            |
     | lengths | [B]    | int64 | in     | tokens of every row, or None for T     |
     | table   | [8, B] | int32 | out    | DeviceStep.table                       |
+
+    DEFERRED: the layers' reads fold what is due, so the table has the cursors of before the flush.
     """
     listed, block = 0, 0
     while block < B:  # not range: Triton's interpreter cannot take B for it
@@ -55,19 +58,24 @@ def begin_kernel(
         conv_end = tl.load(p + CONV_END * S, mask=active, other=0)
         # (1) flush
         due = active & (committed > 0) & (committed + length > flush_at)
-        tl.store(p + RING_START * S, (start + committed) % R, mask=due)
-        tl.store(p + COMMITTED * S, 0 * committed, mask=due)
+        folds = tl.where(due, committed, 0)
+        tl.store(p + RING_START * S, (start + folds) % R, mask=due)
+        tl.store(p + COMMITTED * S, committed - folds, mask=due)
         tl.store(p + FLUSH_AT * S, 0 * committed + WINDOW, mask=due)
         # (2) begin
         tl.store(p + REACH * S, tl.minimum(tl.where(due, 0, reach), MOST - length), mask=active)
-        tl.store(table + i, tl.where(active, slot, -1).to(tl.int32), mask=m)
-        tl.store(table + B + i, start.to(tl.int32), mask=m)
-        tl.store(table + 2 * B + i, committed.to(tl.int32), mask=m)
-        tl.store(table + 3 * B + i, length.to(tl.int32), mask=m)
-        tl.store(table + 4 * B + i, tl.where(due, committed, 0).to(tl.int32), mask=m)
-        tl.store(table + 5 * B + i, conv_end.to(tl.int32), mask=m)
-        place = listed + tl.cumsum(due.to(tl.int32), 0) - 1
-        tl.store(table + 6 * B + place, i, mask=due)
+        if not DEFERRED:
+            start, committed = (start + folds) % R, committed - folds
+        # (3) rows that are due from the front, the others from the back
+        before = tl.cumsum(due.to(tl.int32), 0)
+        at = table + tl.where(due, listed + before - 1, B - 1 - (i - listed - before))
+        tl.store(at, tl.where(active, slot, -1).to(tl.int32), mask=m)
+        tl.store(at + B, start.to(tl.int32), mask=m)
+        tl.store(at + 2 * B, committed.to(tl.int32), mask=m)
+        tl.store(at + 3 * B, length.to(tl.int32), mask=m)
+        tl.store(at + 4 * B, folds.to(tl.int32), mask=m)
+        tl.store(at + 5 * B, conv_end.to(tl.int32), mask=m)
+        tl.store(at + 6 * B, i, mask=m)
         listed += tl.sum(due.to(tl.int32), 0)
         block += BLOCK
     tl.store(table + 7 * B, listed)
@@ -83,7 +91,7 @@ def commit_kernel(cursors, table, counts, S, B, CONV: tl.constexpr, BLOCK: tl.co
     p = cursors + tl.where(active, slot, 0)
     wanted = tl.load(table + 3 * B + i, mask=m, other=0).to(tl.int64)
     if counts is not None:
-        wanted = tl.load(counts + i, mask=m, other=0)
+        wanted = tl.load(counts + tl.load(table + 6 * B + i, mask=m, other=0), mask=m, other=0)
     pending = tl.load(p + PENDING * S, mask=active, other=0)
     n = tl.minimum(tl.maximum(wanted, 0), pending)
     clamped = tl.load(p + CLAMPED * S, mask=active, other=0)
@@ -104,7 +112,7 @@ def begin(cursors: Tensor, sizes: Sizes, given: Tensor, lengths: Tensor | None, 
     if rows:
         begin_kernel[(1,)](
             cursors, given, lengths, table, cursors.shape[1], rows,
-            T=tokens, R=sizes.ring, MOST=sizes.most_reach, WINDOW=sizes.window, BLOCK=BLOCK,
+            T=tokens, R=sizes.ring, MOST=sizes.most_reach, WINDOW=sizes.window, DEFERRED=sizes.ring - sizes.window <= sizes.window, BLOCK=BLOCK,
         )  # fmt: skip
     return table
 

@@ -7,16 +7,16 @@ record's successor on, so that no large sums are subtracted.
 import triton
 import triton.language as tl
 
-from replayssm.kernels import channels, is_seen, load_row, product, softplus
+from replayssm.kernels import channels, is_seen, load_row, softplus
 
 
 @triton.jit
-def gates(inputs, weights, i_b, i, i_h, m_h):
+def gates(inputs, weights, row, i, i_h, m_h):
     """g and w = dt of heads i_h, fp32."""
-    b_w = tl.load(inputs.w.data + i_b.to(tl.int64) * inputs.w.row + i * inputs.w.token + i_h, mask=m_h, other=0.0)
+    b_w = tl.load(inputs.w.data + row * inputs.w.row + i * inputs.w.token + i_h, mask=m_h, other=0.0)
     b_w = b_w.to(tl.float32)
     if weights.conv_weight is None:
-        b_g = tl.load(inputs.g.data + i_b.to(tl.int64) * inputs.g.row + i * inputs.g.token + i_h, mask=m_h, other=0.0)
+        b_g = tl.load(inputs.g.data + row * inputs.g.row + i * inputs.g.token + i_h, mask=m_h, other=0.0)
     else:
         if weights.dt_bias is not None:
             b_w += tl.load(weights.dt_bias + i_h, mask=m_h, other=0.0).to(tl.float32)
@@ -30,7 +30,7 @@ def gates(inputs, weights, i_b, i, i_h, m_h):
 def carry(
     inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_j, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    L: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, DOT: tl.constexpr,
+    L: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
     """The step's records are appended; t = q, c_0 = exp(P_n) and c_j = w_j exp(D_j) (k_j . q).
 
@@ -38,7 +38,7 @@ def carry(
     """
     J: tl.constexpr = H // G
     C: tl.constexpr = 2 * G * K + H * V
-    slot, first, before, length, end = load_row(table, i_b, B)
+    slot, first, before, length, end, row = load_row(table, i_b, B)
     o_j, o_k, o_r = i_j * BJ + tl.arange(0, BJ), tl.arange(0, BK), tl.arange(0, BR)
     i_h = i_g * J + o_j
     m_j, m_k = o_j < J, o_k < K
@@ -51,9 +51,9 @@ def carry(
         m = i < length
         own = (first + before + i) % R
         b_n = channels(
-            inputs.k, ring.conv, weights, parent, i_b, i, slot, end, i_g * K + o_k, m_k & m, H * V, C, L, W, T
+            inputs.k, ring.conv, weights, parent, row, i, slot, end, i_g * K + o_k, m_k & m, H * V, C, L, W, T
         )
-        g_n, w_n = gates(inputs, weights, i_b, i, i_h, m_j & m)
+        g_n, w_n = gates(inputs, weights, row, i, i_h, m_j & m)
         tl.store(p_k + own * K, b_n.to(ring.k.data.dtype.element_ty), mask=m_k & m)
         tl.store(p_g + own, g_n, mask=m_j & m)
         tl.store(p_w + own, w_n, mask=m_j & m)
@@ -67,10 +67,10 @@ def carry(
     for i in range(T):
         m = i < length
         b_q = channels(
-            inputs.q, ring.conv, weights, parent, i_b, i, slot, end, i_g * K + o_k, m_k & m, H * V + G * K, C, L, W, T
+            inputs.q, ring.conv, weights, parent, row, i, slot, end, i_g * K + o_k, m_k & m, H * V + G * K, C, L, W, T
         )
-        seen = is_seen(o_r, before, i, kin, i_b, T) & m_r
-        seen_next = is_seen(o_r + 1, before, i, kin, i_b, T) & (o_r + 1 < before + length)
+        seen = is_seen(o_r, before, i, kin, row, T) & m_r
+        seen_next = is_seen(o_r + 1, before, i, kin, row, T) & (o_r + 1 < before + length)
         if T > 1:
             own = (first + before + i) % R
             b_n = tl.load(p_k + own * K, mask=m_k & m, other=0.0).to(tl.float32)
@@ -82,29 +82,14 @@ def carry(
         # (4) c_j = w_j exp(D_j) (k_j . q), c_0 = exp(P_n)
         score = tl.sum(tl.where(seen[:, None], b_k.to(tl.float32) * b_q, 0.0), 1)
         b_c = tl.where(seen, b_w * tl.exp(b_d) * score[None, :], 0.0)
-        p_c = c + ((i_b * H + i_h) * T + i) * (1 + R)
+        p_c = c + ((row * H + i_h) * T + i) * (1 + R)
         tl.store(p_c[:, None] + 1 + o_r, b_c, mask=m_j[:, None] & (o_r < R) & (o_r != before + i))
         tl.store(p_c + 1 + before + i, w_n * tl.sum(b_n * b_q, 0), mask=m_j)
         tl.store(p_c, tl.exp(tl.sum(b_g, 1) + g_n), mask=m_j)
-        tl.store(t + ((i_b * G + i_g) * T + i) * K + o_k, b_q, mask=m_k)
+        tl.store(t + ((row * G + i_g) * T + i) * K + o_k, b_q, mask=m_k)
 
 
 @triton.jit
-def fold(
-    b_s, ring, slot, first, count, i_h, o_v, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """S = exp(P_n) S0 + sum_j exp(D_j) w_j v_j k_j^T for a tile S0 = b_s [BV, BK] and the first `count` records."""
-    o_r, o_k = tl.arange(0, BR), tl.arange(0, BK)
-    place = (first + o_r) % R
-    m_r, m_v, m_k = o_r < count, o_v < V, o_k < K
-    p_g = ring.g.data + slot * ring.g.slot + i_h * R
-    b_g = tl.load(p_g + place, mask=m_r, other=0.0)
-    b_d = tl.cumsum(tl.load(p_g + (place + 1) % R, mask=o_r + 1 < count, other=0.0), 0, reverse=True)
-    p_k = ring.k.data + slot * ring.k.slot + (i_h // (H // G) * R + place[:, None]) * K + o_k
-    b_k = tl.load(p_k, mask=m_r[:, None] & m_k, other=0.0)
-    p_v = ring.v.data + slot * ring.v.slot + (i_h * R + place[:, None]) * V + o_v
-    b_v = tl.load(p_v, mask=m_r[:, None] & m_v, other=0.0).to(tl.float32)
-    b_w = tl.load(ring.w.data + slot * ring.w.slot + i_h * R + place, mask=m_r, other=0.0)
-    b_u = (b_w * tl.exp(b_d))[:, None] * b_v
-    return tl.exp(tl.sum(b_g, 0)) * b_s + product(tl.trans(b_u), b_k, DOT)
+def step(b_s, b_k, b_v, b_g, weight):
+    """S = a S + w v k^T for a tile [BV, BK]."""
+    return tl.exp(b_g) * b_s + (weight * b_v)[:, None] * b_k
