@@ -69,7 +69,7 @@ def jobs(
     PDL = not amd
     sizes = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K)}
     carrying = sizes | {
-        "T": tokens, "L": WIDTH - 1 + tokens, "W": WIDTH, "V_FIRST": 2 * G * K if delta else 0, "CARRY": module.carry,
+        "T": tokens, "L": WIDTH - 1 + tokens, "W": WIDTH, "CARRY": module.carry,
         "BR": triton.next_power_of_2(WINDOW + tokens - 1), "PDL": PDL,
     }  # fmt: skip
     bound = None if delta else "fp32"
@@ -99,7 +99,7 @@ def jobs(
         into |= dict.fromkeys(("slots", "start", "counts"), "*i64")
         folding |= {"BV": 32, "OUT": fmt, "IN_PLACE": True}
         found.append((f"fold {fmt}", kernels.fold_kernel, into, folding, 4))
-    carrying |= {"BJ": chosen.carry_heads, "BC": chosen.channels}
+    carrying |= {"BJ": chosen.carry_heads, "BC": triton.next_power_of_2(chosen.carry_heads * V)}
     found.append(("carry", kernels.carry_kernel, inputs | step, carrying, chosen.carry_warps))
     return found
 

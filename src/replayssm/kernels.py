@@ -3,7 +3,7 @@
 One layer's step is two launches, at small batch one:
 
     carry   convolution, gates, norms, append, then t and c (`carry` of recurrences/<name>/kernel.py), one program per row
-            and some heads of a key group; besides, programs that convolve and append blocks of value channels
+            and some heads of a key group
     read    y = c_0 S0 t + c . v, skip, output gate: one program per row, head and tile of V. Where the row's ring is full,
             the program then walks the tile, which it still holds, through the records (`step` of the same file, the
             recurrence itself) and writes it back: a flush costs one write, no pass and no launch of its own
@@ -156,19 +156,19 @@ def channels(
     field, conv, weights, parent, row, i, slot, end, o_c, m_c, FIRST: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
     W: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Channels o_c of a field for token i, fp32, rounded as activations are; raw inputs are kept for later steps.
+    """Channels o_c of a field for token i: as the recurrence takes them, fp32, rounded as activations are; and raw.
 
     With weights: y = silu(bias + sum_d weight[:, W - 1 - d] x_d), x_0 the token's input, x_d the one d before it: another
     token's of the step, or one of the convolution's ring of L places, whose channels begin at FIRST for this field.
     """
     p_x = field.data + row * field.row + o_c
-    b_y = tl.load(p_x + i * field.token, mask=m_c, other=0.0)
+    b_x = tl.load(p_x + i * field.token, mask=m_c, other=0.0)
+    b_y = b_x
     if weights.conv_weight is not None:
         o_w = FIRST + o_c
         p_pool = conv.data + slot * conv.slot + o_w
-        tl.store(p_pool + (end + i) % L * C, b_y, mask=m_c)
         p_w = weights.conv_weight + o_w * weights.conv_channel
-        b_sum = b_y.to(tl.float32) * tl.load(p_w + (W - 1) * weights.conv_tap, mask=m_c, other=0.0).to(tl.float32)
+        b_sum = b_x.to(tl.float32) * tl.load(p_w + (W - 1) * weights.conv_tap, mask=m_c, other=0.0).to(tl.float32)
         at = i
         for d in tl.static_range(1, W):
             if parent is not None:
@@ -176,14 +176,30 @@ def channels(
                 at = tl.where(at >= 0, tl.load(parent + row * T + tl.maximum(at, 0)), at - 1)
             else:
                 at = at - 1
-            b_x = tl.load(p_pool + (end + at + L) % L * C, mask=m_c & (at < 0), other=0.0).to(tl.float32)
+            b_d = tl.load(p_pool + (end + at + L) % L * C, mask=m_c & (at < 0), other=0.0).to(tl.float32)
             if T > 1:
-                b_x += tl.load(p_x + at * field.token, mask=m_c & (at >= 0), other=0.0).to(tl.float32)
-            b_sum += b_x * tl.load(p_w + (W - 1 - d) * weights.conv_tap, mask=m_c, other=0.0).to(tl.float32)
+                b_d += tl.load(p_x + at * field.token, mask=m_c & (at >= 0), other=0.0).to(tl.float32)
+            b_sum += b_d * tl.load(p_w + (W - 1 - d) * weights.conv_tap, mask=m_c, other=0.0).to(tl.float32)
         if weights.conv_bias is not None:
             b_sum += tl.load(weights.conv_bias + o_w, mask=m_c, other=0.0).to(tl.float32)
-        b_y = (b_sum * sigmoid(b_sum)).to(b_y.dtype)
-    return b_y.to(tl.float32)
+        b_y = (b_sum * sigmoid(b_sum)).to(b_x.dtype)
+    return b_y.to(tl.float32), b_x
+
+
+@triton.jit
+def keep(
+    conv, weights, slot, end, i, o_c, b_x, m_c, FIRST: tl.constexpr, C: tl.constexpr, L: tl.constexpr
+):  # fmt: skip
+    """Raw inputs of token i into the convolution's ring, for later steps."""
+    if weights.conv_weight is not None:
+        tl.store(conv.data + slot * conv.slot + (end + i) % L * C + FIRST + o_c, b_x, mask=m_c)
+
+
+@triton.jit
+def store_values(ring, slot, place, o_c, b_v, m_c, V: tl.constexpr, R: tl.constexpr):
+    """Value channels o_c of one token into the ring."""
+    p_v = ring.v.data + slot * ring.v.slot + (o_c // V * R + place) * V + o_c % V
+    tl.store(p_v, b_v.to(ring.v.data.dtype.element_ty), mask=m_c)
 
 
 @triton.jit
@@ -201,29 +217,13 @@ def is_seen(o_r, before, i, kin, row, T: tl.constexpr):
 
 
 @triton.jit
-def values(
-    inputs, ring, weights, table, parent, i_b, from_c, count, B,
-    T: tl.constexpr, V: tl.constexpr, R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr,
-    C: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """`count` value channels (at most BC) of row i_b, all tokens: convolution, and into the ring."""
-    slot, first, before, length, end, row = load_row(table, i_b, B)
-    o_c = from_c + tl.arange(0, BC)
-    for i in range(T):
-        m = (tl.arange(0, BC) < count) & (i < length)
-        b_v = channels(inputs.v, ring.conv, weights, parent, row, i, slot, end, o_c, m, FIRST, C, L, W, T)
-        p_v = ring.v.data + slot * ring.v.slot + (o_c // V * R + (first + before + i) % R) * V + o_c % V
-        tl.store(p_v, b_v.to(ring.v.data.dtype.element_ty), mask=m)
-
-
-@triton.jit
 def carry_kernel(
     inputs, ring, weights, table, parent, kin, t, c,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    L: tl.constexpr, W: tl.constexpr, V_FIRST: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
-    BC: tl.constexpr, CARRY: tl.constexpr, PDL: tl.constexpr,
+    L: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr,
+    CARRY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Append and carry: grid (programs of a row, B), first one per BJ heads of a key group, then one per BC channels of v.
+    """Append and carry, one program per BJ heads of a key group and row: grid (programs of a row, B).
 
     | Name       | Shape          | Dtype  | Dir    | Meaning                                                  |
     | inputs     | Inputs         |        | in     | what the step brings                                     |
@@ -240,17 +240,12 @@ def carry_kernel(
     J: tl.constexpr = H // G
     parts: tl.constexpr = (J + BJ - 1) // BJ
     if tl.load(table + i_b) >= 0:
-        if i_u < G * parts:
-            CARRY(
-                inputs, ring, weights, table, parent, kin, t, c, i_b, i_u // parts, i_u % parts, B,
-                T, H, G, V, K, R, L, W, BR, BK, BJ,
-            )  # fmt: skip
-        else:
-            from_c = (i_u - G * parts) * BC
-            values(
-                inputs, ring, weights, table, parent, i_b, from_c, H * V - from_c, B, T, V, R, L, W, V_FIRST,
-                2 * G * K + H * V, BC,
-            )  # fmt: skip
+        i_g, i_j = i_u // parts, i_u % parts
+        from_c = (i_g * J + i_j * BJ) * V
+        CARRY(
+            inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_j, from_c, tl.minimum(BJ, J - i_j * BJ) * V, B,
+            T, H, G, V, K, R, L, W, BR, BK, BJ, BC,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -341,9 +336,9 @@ def fold_tile(
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
     BK: tl.constexpr, DELTA: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The tile b_s [BV, BK] after `count` records from place `first`: the recurrence, step by step, the next one on its way."""
+    """The tile b_s [BV, BK] after `count` records from place `first`: the recurrence, step by step, the next on its way."""
     o_k = tl.arange(0, BK)
-    b_k, b_v, b_g, weight = load_record(ring, slot, first % R, count > 0, i_h, o_v, o_k, H, G, V, K, R, E, DELTA)
+    b_k, b_v, b_g, weight = load_record(ring, slot, first % R, 0 < count, i_h, o_v, o_k, H, G, V, K, R, E, DELTA)
     i = 0
     while i < count:
         i += 1
@@ -411,7 +406,7 @@ def read_kernel(
 def decode_kernel(
     high, low, inputs, ring, weights, table, parent, kin, t, c, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, E: tl.constexpr, L: tl.constexpr, W: tl.constexpr, V_FIRST: tl.constexpr, BP: tl.constexpr,
+    R: tl.constexpr, E: tl.constexpr, L: tl.constexpr, W: tl.constexpr, BP: tl.constexpr,
     BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
     CARRY: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -426,13 +421,9 @@ def decode_kernel(
         zero_tile(y, tl.load(table + 6 * B + i_b).to(tl.int64), i_h, i_v, T, H, V, BV)
     else:
         b_s = load_tile(high, slot, i_h, i_v, V, K, BV, BK)
-        values(
-            inputs, ring, weights, table, parent, i_b, i_h * V + i_v * BV, tl.minimum(BV, V - i_v * BV), B,
-            T, V, R, L, W, V_FIRST, 2 * G * K + H * V, BV,
-        )  # fmt: skip
         CARRY(
-            inputs, ring, weights, table, parent, kin, t, c, i_b, i_h // J, i_h % J, B,
-            T, H, G, V, K, R, L, W, BR, BK, 1,
+            inputs, ring, weights, table, parent, kin, t, c, i_b, i_h // J, i_h % J, i_h * V + i_v * BV,
+            tl.minimum(BV, V - i_v * BV), B, T, H, G, V, K, R, L, W, BR, BK, 1, BV,
         )  # fmt: skip
         tl.debug_barrier()  # t, c and v are in memory, for other threads of this program
         read_tile(b_s, ring, table, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, N, V, K, R, BP, BT, BV, BK, False)
@@ -477,7 +468,8 @@ def convolve_kernel(
     m_c = (o_c < C) & (slot >= 0)
     for i in range(T):
         m = m_c & (i < length)
-        b_y = channels(x, conv, weights, parent, row, i, tl.maximum(slot, 0), end, o_c, m, 0, C, L, W, T)
+        b_y, b_x = channels(x, conv, weights, parent, row, i, tl.maximum(slot, 0), end, o_c, m, 0, C, L, W, T)
+        keep(conv, weights, tl.maximum(slot, 0), end, i, o_c, b_x, m, 0, C, L)
         b_y = tl.where(m, b_y, 0.0).to(y.dtype.element_ty)
         tl.store(y + (row * T + i) * C + o_c, b_y, mask=o_c < C)
 
@@ -491,7 +483,6 @@ class Launch(NamedTuple):
     Attributes:
         together: carry and read are one launch.
         carry_heads, carry_warps: heads of a key group that a program of the carry holds, and its warps.
-        channels: value channels that a program convolves and appends.
         read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
         fold_v: rows of V that it folds at a time, at most read_v.
     """
@@ -499,25 +490,23 @@ class Launch(NamedTuple):
     together: bool
     carry_heads: int
     carry_warps: int
-    channels: int
     read_v: int
     read_warps: int
     fold_v: int
 
 
 def launch(recurrence: Any, geometry: Any, rows: int, tokens: int, read_bytes: int) -> Launch:
-    """Launch choices, found on an NVIDIA H200 with `python -m replayssm.bench launches` (docs/log.md)."""
+    """Launch choices, found on an NVIDIA H200 (docs/log.md)."""
     H, G, V, K = geometry
     wide = triton.next_power_of_2(V)
     together = rows * H <= 128
     return Launch(
         together=together,
         carry_heads=1 if recurrence.delta else min(8, triton.next_power_of_2(H // G)),
-        carry_warps=1,
-        channels=256,
-        read_v=min(wide, 16 if read_bytes == 4 else 32),
-        read_warps=4,
-        fold_v=min(wide, 16 if read_bytes == 4 else 8),
+        carry_warps=1 if recurrence.delta else 2,
+        read_v=min(wide, 16 if together or read_bytes == 4 else 32),
+        read_warps=2 if together or read_bytes == 4 else 4,
+        fold_v=min(wide, 8 if together else 16),
     )
 
 
@@ -579,8 +568,7 @@ def decode(
     carrying = {
         "T": T, "H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K), "L": layer.conv.shape[1],
         "W": 1 if weights.conv_weight is None else weights.conv_weight.shape[1],
-        "V_FIRST": 0 if recurrence.conv_order == "vkq" else 2 * G * K, "CARRY": module.carry,
-        "BR": triton.next_power_of_2(window + T - 1), "PDL": PDL,
+        "CARRY": module.carry, "BR": triton.next_power_of_2(window + T - 1), "PDL": PDL,
     }  # fmt: skip
     if skip is not None:
         skip = (skip[:, None] if skip.ndim == 1 else skip).expand(H, V)
@@ -595,10 +583,9 @@ def decode(
             high, low, inputs, ring, weights, table, step.parent, step.kin, t, c, *outputs, **(carrying | reading)
         )
         return y
-    programs = G * triton.cdiv(H // G, chosen.carry_heads) + triton.cdiv(H * V, chosen.channels)
-    carry_kernel[(programs, B)](
+    carry_kernel[(G * triton.cdiv(H // G, chosen.carry_heads), B)](
         inputs, ring, weights, table, step.parent, step.kin, t, c,
-        **carrying, BJ=chosen.carry_heads, BC=chosen.channels, num_warps=chosen.carry_warps,
+        **carrying, BJ=chosen.carry_heads, BC=triton.next_power_of_2(chosen.carry_heads * V), num_warps=chosen.carry_warps,
     )  # fmt: skip
     read_kernel[grid](
         high, low, ring, table, t, c, *outputs, **reading, **({"launch_pdl": True} if PDL else {})

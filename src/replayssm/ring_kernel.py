@@ -35,7 +35,7 @@ def begin_kernel(
 
     DEFERRED: the layers' reads fold what is due, so the table has the cursors of before the flush.
     """
-    listed, block = 0, 0
+    block = 0
     while block < B:  # not range: Triton's interpreter cannot take B for it
         i = block + tl.arange(0, BLOCK)
         m = i < B
@@ -66,9 +66,7 @@ def begin_kernel(
         tl.store(p + REACH * S, tl.minimum(tl.where(due, 0, reach), MOST - length), mask=active)
         if not DEFERRED:
             start, committed = (start + folds) % R, committed - folds
-        # (3) rows that are due from the front, the others from the back
-        before = tl.cumsum(due.to(tl.int32), 0)
-        at = table + tl.where(due, listed + before - 1, B - 1 - (i - listed - before))
+        at = table + i
         tl.store(at, tl.where(active, slot, -1).to(tl.int32), mask=m)
         tl.store(at + B, start.to(tl.int32), mask=m)
         tl.store(at + 2 * B, committed.to(tl.int32), mask=m)
@@ -76,9 +74,7 @@ def begin_kernel(
         tl.store(at + 4 * B, folds.to(tl.int32), mask=m)
         tl.store(at + 5 * B, conv_end.to(tl.int32), mask=m)
         tl.store(at + 6 * B, i, mask=m)
-        listed += tl.sum(due.to(tl.int32), 0)
         block += BLOCK
-    tl.store(table + 7 * B, listed)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ a time (docs/log.md). So nothing here needs the ring's `back`.
 import triton
 import triton.language as tl
 
-from replayssm.kernels import channels, load_row, sigmoid, softplus
+from replayssm.kernels import channels, keep, load_row, sigmoid, softplus, store_values
 
 
 @triton.jit
@@ -24,84 +24,83 @@ def gates(inputs, weights, row, i, i_h, o_k, m_k, K: tl.constexpr):
 
 @triton.jit
 def carry(
-    inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_j, B,
+    inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_j, from_c, count, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    L: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
+    L: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """t and c of one head (BJ is 1), t [B, H, T, K]; arguments as in mamba2."""
     walk(
-        inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_g * (H // G) + i_j, B,
-        T, H, G, V, K, R, L, W, BR, BK, 1, gates,
+        inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_g * (H // G) + i_j, from_c, count, B,
+        T, H, G, V, K, R, L, W, BR, BK, BC, 1, gates,
     )  # fmt: skip
 
 
 @triton.jit
 def walk(
-    inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_h, B,
+    inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_h, from_c, count, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    L: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, E: tl.constexpr, GATES: tl.constexpr,
+    L: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, E: tl.constexpr,
+    GATES: tl.constexpr,
 ):  # fmt: skip
     """c_j = w_j (k_j . t), t <- a_j (t - c_j k_j), from the newest record to the oldest; c_0 = 1.
 
     E gates a record: 1, or K (kda). The next record is on its way while the present one is applied.
     """
     C: tl.constexpr = 2 * G * K + H * V
+    K_FIRST: tl.constexpr = G * K
+    V_FIRST: tl.constexpr = 2 * G * K
     slot, first, before, length, end, row = load_row(table, i_b, B)
     o_k, o_r = tl.arange(0, BK), tl.arange(0, BR)
-    m_k = o_k < K
-    o_x = i_g * K + o_k
-    p_k = ring.k.data + slot * ring.k.slot + o_x + i_g * (R - 1) * K
+    o_x, o_c = i_g * K + o_k, from_c + tl.arange(0, BC)
+    m_k, m_c = o_k < K, tl.arange(0, BC) < count
+    m_e = m_k if E > 1 else length > 0
+    dtype: tl.constexpr = ring.k.data.dtype.element_ty
+    p_k = ring.k.data + slot * ring.k.slot + i_g * R * K + o_k
     p_norm = ring.norm.data + slot * ring.norm.slot + i_g * R
     p_g = ring.g.data + slot * ring.g.slot + i_h * R * E + (o_k if E > 1 else 0)
     p_w = ring.w.data + slot * ring.w.slot + i_h * R
-    m_e = m_k if E > 1 else length > 0
-    # the newest committed record, before anything else: it is at hand when the walk begins
-    place = (first + before + R - 1) % R
-    more = before > 0
-    b_next = tl.load(p_k + place * K, mask=m_k & more, other=0.0)
-    next_norm, next_w = tl.load(p_norm + place, mask=more, other=0.0), tl.load(p_w + place, mask=more, other=0.0)
-    b_next_g = tl.load(p_g + place * E, mask=m_e & more, other=0.0)
-    # (1) the step's own records
-    b_k, norm = channels(inputs.k, ring.conv, weights, parent, row, 0, slot, end, o_x, m_k, G * K, C, L, W, T), 0.0
-    b_g, weight = GATES(inputs, weights, row, 0, i_h, o_k, m_k, K)
-    for i in range(T):
-        m = i < length
-        own = (first + before + i) % R
-        if T > 1:
-            b_k = channels(inputs.k, ring.conv, weights, parent, row, i, slot, end, o_x, m_k & m, G * K, C, L, W, T)
-            b_g, weight = GATES(inputs, weights, row, i, i_h, o_k, m_k, K)
-        norm = 1 / tl.sqrt(tl.sum(b_k * b_k, 0) + 1e-6)
-        tl.store(p_k + own * K, b_k.to(ring.k.data.dtype.element_ty), mask=m_k & m)
-        tl.store(p_norm + own, norm, mask=m)
-        tl.store(p_g + own * E, b_g, mask=m_e & m)
-        tl.store(p_w + own, weight, mask=m)
+    # (1) several tokens' own records
     if T > 1:
+        for i in range(T):
+            m, own = i < length, (first + before + i) % R
+            b_k, b_xk = channels(
+                inputs.k, ring.conv, weights, parent, row, i, slot, end, o_x, m_k & m, K_FIRST, C, L, W, T
+            )
+            b_v, b_xv = channels(
+                inputs.v, ring.conv, weights, parent, row, i, slot, end, o_c, m_c & m, V_FIRST, C, L, W, T
+            )
+            b_g, weight = GATES(inputs, weights, row, i, i_h, o_k, m_k, K)
+            keep(ring.conv, weights, slot, end, i, o_x, b_xk, m_k & m, K_FIRST, C, L)
+            keep(ring.conv, weights, slot, end, i, o_c, b_xv, m_c & m, V_FIRST, C, L)
+            store_values(ring, slot, own, o_c, b_v, m_c & m, V, R)
+            tl.store(p_k + own * K, b_k.to(dtype), mask=m_k & m)
+            tl.store(p_norm + own, 1 / tl.sqrt(tl.sum(b_k * b_k, 0) + 1e-6), mask=m)
+            tl.store(p_g + own * E, b_g, mask=m_e & m)
+            tl.store(p_w + own, weight, mask=m)
         tl.debug_barrier()
     for i in range(T):
-        m = i < length
-        own = (first + before + i) % R
-        b_q = channels(inputs.q, ring.conv, weights, parent, row, i, slot, end, o_x, m_k & m, 0, C, L, W, T)
-        b_q *= 1 / tl.sqrt((tl.sum(b_q * b_q, 0) + 1e-6) * K)
+        m, own = i < length, (first + before + i) % R
+        place, more = (own + R - 1) % R, before + i > 0
+        b_next = tl.load(p_k + place * K, mask=m_k & more, other=0.0)
+        next_norm, next_w = tl.load(p_norm + place, mask=more, other=0.0), tl.load(p_w + place, mask=more, other=0.0)
+        b_next_g = tl.load(p_g + place * E, mask=m_e & more, other=0.0)
+        b_q, b_xq = channels(inputs.q, ring.conv, weights, parent, row, i, slot, end, o_x, m_k & m, 0, C, L, W, T)
         if T > 1:
             b_k = tl.load(p_k + own * K, mask=m_k & m, other=0.0).to(tl.float32)
             norm = tl.load(p_norm + own, mask=m, other=0.0)
             b_g, weight = tl.load(p_g + own * E, mask=m_e & m, other=0.0), tl.load(p_w + own, mask=m, other=0.0)
-            place = (own + R - 1) % R
-            more = before + i > 0
-            b_next = tl.load(p_k + place * K, mask=m_k & more, other=0.0)
-            next_norm, next_w = (
-                tl.load(p_norm + place, mask=more, other=0.0),
-                tl.load(p_w + place, mask=more, other=0.0),
-            )
-            b_next_g = tl.load(p_g + place * E, mask=m_e & more, other=0.0)
+        else:
+            b_k, b_xk = channels(inputs.k, ring.conv, weights, parent, row, i, slot, end, o_x, m_k, K_FIRST, C, L, W, T)
+            b_v, b_xv = channels(inputs.v, ring.conv, weights, parent, row, i, slot, end, o_c, m_c, V_FIRST, C, L, W, T)
+            b_g, weight = GATES(inputs, weights, row, i, i_h, o_k, m_k, K)
+            norm = 1 / tl.sqrt(tl.sum(b_k * b_k, 0) + 1e-6)
+        own_k, own_g, own_w = b_k, b_g, weight
+        b_q *= 1 / tl.sqrt((tl.sum(b_q * b_q, 0) + 1e-6) * K)
         # (2) the token's own record
         b_k *= norm
         own_c = weight * tl.sum(b_k * b_q, 0)
         b_t = tl.exp(b_g) * (b_q - own_c * b_k)
         b_c = tl.zeros([BR], tl.float32)
-        p_c = c + ((row * H + i_h) * T + i) * (1 + R)
-        tl.store(p_c, 1.0)
-        tl.store(p_c + 1 + before + i, own_c)
         # (3) all records before it; of a tree, those that it sees
         age = before + i - 1
         while age >= 0:
@@ -117,12 +116,24 @@ def walk(
             next_norm = tl.load(p_norm + place, mask=more, other=0.0)
             next_w = tl.load(p_w + place, mask=more, other=0.0)
             b_next_g = tl.load(p_g + place * E, mask=m_e & more, other=0.0)
-            own_c = weight * tl.sum(b_k * b_t, 0)
-            b_t = tl.exp(b_g) * (b_t - own_c * b_k)
-            b_c = tl.where(o_r == age, own_c, b_c)
+            c_j = weight * tl.sum(b_k * b_t, 0)
+            b_t = tl.exp(b_g) * (b_t - c_j * b_k)
+            b_c = tl.where(o_r == age, c_j, b_c)
             age -= 1
+        p_c = c + ((row * H + i_h) * T + i) * (1 + R)
+        tl.store(p_c, 1.0)
         tl.store(p_c + 1 + o_r, b_c, mask=(o_r < R) & (o_r != before + i))
+        tl.store(p_c + 1 + before + i, own_c)
         tl.store(t + ((row * H + i_h) * T + i) * K + o_k, b_t, mask=m_k)
+        keep(ring.conv, weights, slot, end, i, o_x, b_xq, m_k & m, 0, C, L)
+        if T == 1:
+            keep(ring.conv, weights, slot, end, i, o_x, b_xk, m_k, K_FIRST, C, L)
+            keep(ring.conv, weights, slot, end, i, o_c, b_xv, m_c, V_FIRST, C, L)
+            store_values(ring, slot, own, o_c, b_v, m_c, V, R)
+            tl.store(p_k + own * K, own_k.to(dtype), mask=m_k)
+            tl.store(p_norm + own, norm)
+            tl.store(p_g + own * E, own_g, mask=m_e)
+            tl.store(p_w + own, own_w)
 
 
 @triton.jit

@@ -26,14 +26,14 @@ def gates(inputs, weights, row, i, i_h, o_k, m_k, K: tl.constexpr):
 
 @triton.jit
 def carry(
-    inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_j, B,
+    inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_j, from_c, count, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    L: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
+    L: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """As gdn."""
     walk(
-        inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_g * (H // G) + i_j, B,
-        T, H, G, V, K, R, L, W, BR, BK, K, gates,
+        inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_g * (H // G) + i_j, from_c, count, B,
+        T, H, G, V, K, R, L, W, BR, BK, BC, K, gates,
     )  # fmt: skip
 
 
