@@ -314,20 +314,20 @@ def load_record(
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
     DELTA: tl.constexpr,
 ):  # fmt: skip
-    """k [BK] (normalised where the recurrence does that), v [BV], g [BK] or one, w of the record at a place, fp32."""
+    """k [BK], 1 / |k| (delta rule), v [BV], g [BK] or one, w of the record at a place: as stored, so that none is waited for."""
     i_g = i_h // (H // G)
     m_k = (o_k < K) & more
-    b_k = tl.load(ring.k.data + slot * ring.k.slot + (i_g * R + place) * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_k = tl.load(ring.k.data + slot * ring.k.slot + (i_g * R + place) * K + o_k, mask=m_k, other=0.0)
+    norm = 1.0
     if DELTA:
-        b_k *= tl.load(ring.norm.data + slot * ring.norm.slot + i_g * R + place, mask=more, other=0.0)
-    p_v = ring.v.data + slot * ring.v.slot + (i_h * R + place) * V + o_v
-    b_v = tl.load(p_v, mask=(o_v < V) & more, other=0.0).to(tl.float32)
+        norm = tl.load(ring.norm.data + slot * ring.norm.slot + i_g * R + place, mask=more, other=0.0)
+    b_v = tl.load(ring.v.data + slot * ring.v.slot + (i_h * R + place) * V + o_v, mask=(o_v < V) & more, other=0.0)
     p_g = ring.g.data + slot * ring.g.slot + (i_h * R + place) * E
     if E > 1:
         b_g = tl.load(p_g + o_k, mask=m_k, other=0.0)
     else:
         b_g = tl.load(p_g, mask=more, other=0.0)
-    return b_k, b_v, b_g, tl.load(ring.w.data + slot * ring.w.slot + i_h * R + place, mask=more, other=0.0)
+    return b_k, norm, b_v, b_g, tl.load(ring.w.data + slot * ring.w.slot + i_h * R + place, mask=more, other=0.0)
 
 
 @triton.jit
@@ -338,15 +338,16 @@ def fold_tile(
 ):  # fmt: skip
     """The tile b_s [BV, BK] after `count` records from place `first`: the recurrence, step by step, the next on its way."""
     o_k = tl.arange(0, BK)
-    b_k, b_v, b_g, weight = load_record(ring, slot, first % R, 0 < count, i_h, o_v, o_k, H, G, V, K, R, E, DELTA)
-    i = 0
+    b_k, norm, b_v, b_g, weight = load_record(ring, slot, first, 0 < count, i_h, o_v, o_k, H, G, V, K, R, E, DELTA)
+    place, i = first, 0
     while i < count:
         i += 1
-        next_k, next_v, next_g, next_w = load_record(
-            ring, slot, (first + i) % R, i < count, i_h, o_v, o_k, H, G, V, K, R, E, DELTA
+        place = tl.where(place + 1 < R, place + 1, 0)
+        next_k, next_norm, next_v, next_g, next_w = load_record(
+            ring, slot, place, i < count, i_h, o_v, o_k, H, G, V, K, R, E, DELTA
         )  # fmt: skip
-        b_s = STEP(b_s, b_k, b_v, b_g, weight)
-        b_k, b_v, b_g, weight = next_k, next_v, next_g, next_w
+        b_s = STEP(b_s, b_k.to(tl.float32) * norm, b_v.to(tl.float32), b_g, weight)
+        b_k, norm, b_v, b_g, weight = next_k, next_norm, next_v, next_g, next_w
     return b_s
 
 
@@ -498,15 +499,14 @@ class Launch(NamedTuple):
 def launch(recurrence: Any, geometry: Any, rows: int, tokens: int, read_bytes: int) -> Launch:
     """Launch choices, found on an NVIDIA H200 (docs/log.md)."""
     H, G, V, K = geometry
-    wide = triton.next_power_of_2(V)
-    together = rows * H <= 128
+    together = rows * H <= 256
     return Launch(
         together=together,
-        carry_heads=1 if recurrence.delta else min(8, triton.next_power_of_2(H // G)),
+        carry_heads=1 if recurrence.delta else min(8 if rows > 64 else 2, triton.next_power_of_2(H // G)),
         carry_warps=1 if recurrence.delta else 2,
-        read_v=min(wide, 16 if together or read_bytes == 4 else 32),
-        read_warps=2 if together or read_bytes == 4 else 4,
-        fold_v=min(wide, 8 if together else 16),
+        read_v=min(triton.next_power_of_2(V), 16),
+        read_warps=2,
+        fold_v=min(triton.next_power_of_2(V), 8 if together or read_bytes < 4 else 16),
     )
 
 
