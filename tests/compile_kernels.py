@@ -86,7 +86,12 @@ def jobs(
         folding = sizes | {"E": K if name == "kda" else 1, "DELTA": delta, "FORMAT": fmt, "STEP": module.step}
         for rows in ROWS:
             chosen = kernels.launch(recurrence, Geometry(*size), rows, tokens, 4 if fmt == "fp32" else 2)
-            reading = folding | {"T": tokens, "N": H if delta else G, "BP": WINDOW, "BT": triton.next_power_of_2(tokens)}
+            reading = folding | {
+                "T": tokens,
+                "N": H if delta else G,
+                "BP": WINDOW,
+                "BT": triton.next_power_of_2(tokens),
+            }
             reading |= {"BV": chosen.read_v, "BF": chosen.fold_v, "PDL": PDL}
             types = planes | step | outputs
             if chosen.together:

@@ -114,6 +114,91 @@ def test_state_error_after_32k_tokens(name: str, generator: torch.Generator) -> 
     assert max(errors) < 1e-5, errors
 
 
+def captured(step) -> torch.cuda.CUDAGraph:
+    """A graph of step(), warmed up first."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("rows", [4, 24])
+@pytest.mark.parametrize("name", recurrences.names())
+def test_one_captured_step_serves_every_step(name: str, rows: int, T: int, generator: torch.Generator) -> None:
+    """Slots, live rows, lengths and accepted counts change between replays, through device tensors only."""
+    geometry, count = SIZES[name][0], 24
+    ours, exact = caches(name, geometry, count, max_tokens=T)
+    weights = make_weights(exact, generator)
+    on_gpu, in_fp64 = layer_weights(ours, weights, "cuda"), layer_weights(exact, weights, torch.float64)
+    slots, lengths, counts = (torch.full((rows,), PAD_SLOT, device="cuda"), *torch.zeros(2, rows, device="cuda").long())
+    inputs = [moved(x, "cuda") for x in make_inputs(ours, rows, T, generator)]
+
+    def run() -> torch.Tensor:
+        step = ours.begin(slots, lengths, tokens=T)
+        y = decode_layer(ours, 0, step, *inputs, on_gpu)
+        ours.commit(step, counts)
+        return y
+
+    outputs = []
+    graph = captured(lambda: outputs.append(run()))  # with padding rows only: nothing changes
+    for i in range(36):
+        live = 1 + i * 7 % rows  # the batch shrinks and grows
+        new = torch.full((rows,), PAD_SLOT)
+        new[torch.randperm(rows, generator=generator)[:live]] = torch.randperm(count, generator=generator)[:live]
+        long = torch.randint(0, T + 1, (rows,), generator=generator)
+        counted = (torch.rand(rows, generator=generator) * (long + 1)).long()
+        for static, value in ((slots, new), (lengths, long), (counts, counted)):
+            static.copy_(value)
+        fresh = make_inputs(ours, rows, T, generator)
+        for static, value in zip(inputs, fresh, strict=True):
+            if static is not None:
+                static.copy_(value)
+        graph.replay()
+        step = exact.begin(new, long, tokens=T)
+        expected = decode_layer(exact, 0, step, *(moved(x, torch.float64) for x in fresh), in_fp64)
+        exact.commit(step, counted)
+        y = outputs[-1]
+        assert torch.isfinite(y).all() and not y[(new == PAD_SLOT).cuda()].any()
+        assert relative(y, expected) < 1e-5 if expected.any() else not y.any()
+    everyone = torch.arange(count)
+    assert relative(ours.materialize(0, everyone.cuda()), exact.materialize(0, everyone)) < 2e-6
+    assert ours.num_committed.tolist() == exact.num_committed.tolist()
+
+
+@pytest.mark.parametrize("name", recurrences.names())
+def test_a_hundred_runs_of_one_step_agree_bitwise(name: str, generator: torch.Generator) -> None:
+    """A replayed graph on the same memory, rows that flush among them."""
+    ours, _ = caches(name, SIZES[name][0], 64, format="split16", dtype=torch.bfloat16)
+    weights = layer_weights(ours, make_weights(ours, generator), "cuda")
+    slots = torch.arange(64, device="cuda")
+    inputs = [moved(x, "cuda") for x in make_inputs(ours, 64, 1, generator)]
+    outputs = []
+
+    def run() -> None:
+        step = ours.begin(slots)
+        outputs.append(decode_layer(ours, 0, step, *inputs, weights))
+        ours.commit(step)
+
+    graph = captured(run)
+    for _ in range(20):
+        graph.replay()
+    pools = [*ours.layers[0].checkpoint, *ours.layers[0].ring, ours.layers[0].conv, ours.cursor_tensor]
+    before, first = [pool.clone() for pool in pools], None
+    for _ in range(100):
+        for pool, kept in zip(pools, before, strict=True):
+            pool.copy_(kept)
+        graph.replay()
+        after = [outputs[-1].clone(), *(pool.clone() for pool in pools)]
+        first = first or after
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(first, after, strict=True))
+
+
 def test_counts_out_of_range_are_clamped_and_counted(generator: torch.Generator) -> None:
     cache, _ = caches("gdn", Geometry(4, 2, 16, 16), 3, max_tokens=2)
     weights = layer_weights(cache, make_weights(cache, generator), "cuda")

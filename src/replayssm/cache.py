@@ -503,14 +503,16 @@ class ReplayCache:
         inputs = (self.conv.channels if self.conv else 0) * self.dtype.itemsize
         stored = elements * self.format.stored_bytes
         read = elements * self.format.read_bytes + fill * (per_record - back)
-        read += (stored + self.window * per_record) / self.window + inputs * (self.conv.width - 1 if self.conv else 0)
+        # a kernel that has just read a checkpoint for its tokens folds what it holds
+        again = stored - elements * self.format.read_bytes if self.implementation.on_device else stored
+        read += (again + self.window * per_record) / self.window + inputs * (self.conv.width - 1 if self.conv else 0)
         written = per_record + stored / self.window + inputs
         return Traffic(read * len(self.layers), written * len(self.layers))
 
     # ---- inside ----
 
     def _layer(self, where: str, layer: int, step: AnyStep | None = None) -> LayerState:
-        """A layer's tensors; with a step, for its one decode in that step, which graphs and compilers repeat by replay."""
+        """A layer's tensors; with a step, for its one decode in it (graphs and compilers repeat theirs by replay)."""
         if not 0 <= layer < len(self.layers):
             raise ValueError(f"{where}: layer must be between 0 and {len(self.layers) - 1}; got {layer}.")
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

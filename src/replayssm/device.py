@@ -1,4 +1,4 @@
-"""Implementation `triton`: kernels behind torch.library operators, so that torch.compile and CUDA graphs take them whole.
+"""Implementation `triton`: kernels behind torch.library operators, for torch.compile and CUDA graphs.
 
     replayssm::begin          cursors move, a step's table comes out
     replayssm::commit         cursors move
@@ -164,7 +164,9 @@ def decode_layer(
     layer = LayerState(tuple(planes), Records(*records), conv)
     q, k, v = (kernels.field(part) for part in found.split_flat(x if x.stride(-1) == 1 else x.contiguous(), shape))
     inputs = kernels.Inputs(q, k, v, None if raw_g is None else kernels.field(raw_g), kernels.field(raw_w))
-    weights = kernels.LayerWeights(conv_weight, *conv_weight.stride(), conv_bias, A_log, dt_bias, scale, low, high)
+    weights = kernels.LayerWeights(
+        conv_weight, conv_weight.stride(0), conv_weight.stride(1), conv_bias, A_log, dt_bias, scale, low, high
+    )
     return kernels.decode(found, shape, format, window, layer, step, inputs, weights, D, gate, x.dtype)
 
 

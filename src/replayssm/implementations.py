@@ -4,8 +4,8 @@ reference   the recurrences' definitions, any device and precision
 torch       batched products, made for CPUs
 triton      GPU kernels; on a CPU only in Triton's interpreter (TRITON_INTERPRET=1), for tests
 
-The first two are `Hosted`: a step is planned on the host, in PyTorch operations. The third is device.Device: a step is a
-table on the device, and nothing waits for it.
+The first two are `Hosted`: a step is planned on the host, in PyTorch operations. The third is device.Device: a step is
+a table on the device, and nothing waits for it.
 """
 
 import os

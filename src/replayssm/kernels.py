@@ -598,7 +598,7 @@ def convolve(pool: Tensor, step: DeviceStep, x: Tensor, weight: Tensor, bias: Te
     (B, T, C), W = x.shape, weight.shape[1]
     y = torch.empty(B, T, C, dtype=x.dtype, device=x.device)
     if B:
-        weights = LayerWeights(weight, *weight.stride(), bias)
+        weights = LayerWeights(weight, weight.stride(0), weight.stride(1), bias)
         convolve_kernel[(B, triton.cdiv(C, 256))](
             field(x), Pool(pool, pool.stride(0)), weights, step.table, step.parent, y,
             T=T, C=C, L=pool.shape[1], W=W, BC=256, num_warps=2,

@@ -1,12 +1,13 @@
-"""`python -m replayssm.bench`: one subcommand for each kind of measurement."""
+"""`python -m replayssm.bench`: one subcommand for each kind of measurement, and one for pictures."""
 
 import typer
 
-from replayssm.bench import cpu
+from replayssm.bench import cpu, kernels, plot
 
 app = typer.Typer(help="Measure, and append rows to results/.", no_args_is_help=True)
 app.command("cpu")(cpu.main)
-app.callback()(lambda: None)
+app.command("kernels")(kernels.main)
+app.command("plot")(plot.main)
 
 if __name__ == "__main__":
     app()

@@ -1,0 +1,296 @@
+"""GPU: one recurrent layer's plain decode step, ours against the public kernels, whole intervals with their flushes.
+
+How it is measured. A CUDA graph holds one step of a model of `layers` equal layers (begin, every layer, commit), so
+that each layer finds the L2 cache cold, as in a model; it is replayed, and events stand between replays. A figure is the
+mean of a whole window of steps over the layers, in which every row flushes once; a row of results holds the median of
+such means with their 20 and 80 % percentiles. `staggered` rows flush in different steps, otherwise all in one. The public
+kernels run in graphs over as many layers, with the same inputs. Both sides cover convolution, gates, norms, state, skip.
+
+A row is written only after the same case has passed its check: outputs and states of some rows against the recurrence
+in fp64 over more than a window. Ceilings (a sum, a copy of 4 GiB) are measured first, in the same run. Bytes are counted
+from the cache's records (ReplayCache.bytes_per_token) and what goes in and out.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from replayssm import ConvGeometry, Geometry, ReplayCache, decode_layer, recurrences
+from replayssm.bench import append_rows, baselines
+from replayssm.compare import provenance
+from replayssm.testing import LayerInputs, make_inputs, make_weights
+
+WINDOW = 16
+CASES = {
+    "mamba2-h64": ("mamba2", Geometry(64, 8, 64, 128)),
+    "nano-4b": ("mamba2", Geometry(96, 8, 80, 128)),
+    "super": ("mamba2", Geometry(128, 8, 64, 128)),
+    "qwen3.5-4b": ("gdn", Geometry(32, 16, 128, 128)),
+    "qwen3.5-122b": ("gdn", Geometry(64, 16, 128, 128)),
+    "kimi-linear": ("kda", Geometry(32, 32, 128, 128)),
+}
+STATE = {"fp32": torch.float32, "split16": torch.float32, "bf16": torch.bfloat16, "fp16": torch.bfloat16}
+# largest relative error that rounding explains: outputs are in bf16, 16-bit states are rounded at every flush
+BOUNDS = {"fp32": (4e-3, 1e-4), "split16": (8e-3, 1e-4), "bf16": (2e-2, 1e-2), "fp16": (8e-3, 2e-3)}
+
+
+def main(
+    case: Annotated[list[str], typer.Option(help=f"Of {', '.join(CASES)}.")] = list(CASES),  # noqa: B006
+    batch: Annotated[str, typer.Option(help="Rows, several with commas.")] = "1,8,32,256",
+    formats: Annotated[
+        str, typer.Option("--format", help="Storage formats, several with commas.")
+    ] = "fp32,split16,bf16",
+    launches: Annotated[
+        Path | None, typer.Option(help="Launch choices of the public kernels; searched if not given.")
+    ] = None,
+    commit: Annotated[str | None, typer.Option(help="The commit that runs, where there is no git.")] = None,
+    seconds: Annotated[float, typer.Option(help="Start no further case after so long.")] = 3600.0,
+    only_compile: Annotated[
+        str | None, typer.Option(help="I/N: compile the kernels of every N-th case from the I-th, measure nothing.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Rows are appended here.")] = Path("results/kernels.jsonl"),
+) -> None:
+    """Plain decoding on a GPU against vLLM's and flash-linear-attention's kernels."""
+    cells = [(name, int(rows), fmt) for name in case for rows in batch.split(",") for fmt in formats.split(",")]
+    if only_compile:
+        first, every = map(int, only_compile.split("/"))
+        for cell in cells[first::every]:
+            _Ours(*cell, layers=1, staggered=True).step()
+        torch.cuda.synchronize()
+        return
+    console, started = Console(width=150), time.monotonic()
+    known = json.loads(launches.read_text()) if launches else None
+    origin = provenance() | {"gpu": torch.cuda.get_device_name()}
+    origin["commit"] = origin["commit"] or commit
+    origin["versions"] |= {"cuda": torch.version.cuda}
+    ceiling = ceilings()
+    console.print(f"{origin['gpu']}: reads {ceiling['read_gbps']:,.0f} GB/s, copies {ceiling['copy_gbps']:,.0f} GB/s")
+    table = Table(
+        "case", "B", "format", "staggered", "us", "slowest step", "baseline us", "speedup", "of ceiling", "baseline"
+    )
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for name, rows, fmt in cells:
+        if time.monotonic() - started > seconds:
+            console.print("out of time: the rest was not measured")
+            break
+        key = (name, rows, STATE[fmt])
+        if key not in found:
+            found[key] = public(name, rows, STATE[fmt], known)
+        for row in measure(name, rows, fmt, found[key], ceiling):
+            append_rows(out, [row], origin)
+            table.add_row(
+                name, str(rows), fmt, str(row["staggered"]), f"{row['us']:.1f}", f"{row['step_us_slowest']:.1f}",
+                f"{row['baseline_us']:.1f}", f"{row['speedup']:.2f}x", f"{row['share_of_read_ceiling']:.0%}",
+                row["baseline"].split(" ")[0],
+            )  # fmt: skip
+    console.print(table)
+
+
+class _Ours:
+    """One step of a stack of replayed layers, and what it needs."""
+
+    def __init__(self, case: str, rows: int, fmt: str, layers: int, staggered: bool) -> None:
+        name, self.geometry = CASES[case]
+        self.recurrence = recurrences.get(name)
+        generator = torch.Generator().manual_seed(0)
+        self.cache = ReplayCache(
+            name, self.geometry, layers=layers, slots=rows, window=WINDOW, format=fmt, dtype=torch.bfloat16,
+            conv=ConvGeometry(self.recurrence.conv_channels(self.geometry), 4), staggered=staggered, device="cuda",
+        )  # fmt: skip
+        self.slots = self.cache.allocate(rows)
+        self.cache.reset(self.slots)
+        self.weights = layer_weights(self.cache, generator)
+        x, raw_g, raw_w = make_inputs(self.cache, rows, 1, generator)
+        self.inputs = LayerInputs(x.cuda(), None if raw_g is None else raw_g.cuda(), raw_w.cuda())
+
+    def step(self) -> Tensor:
+        """begin, every layer, commit."""
+        step = self.cache.begin(self.slots)
+        for layer in range(len(self.cache.layers)):
+            y = decode_layer(self.cache, layer, step, *self.inputs, self.weights)
+        self.cache.commit(step)
+        return y
+
+
+def layer_weights(cache: ReplayCache, generator: torch.Generator) -> Any:
+    """Parameters as engines keep them: the convolution's in bf16 (laid out by tap), the others in fp32, no bias."""
+    changes = {"beta_scale": 1.0} if cache.recurrence.delta else {}
+    weights = make_weights(cache, generator, conv_bias=None, **changes)
+    weights = type(weights)(*(x.to(cache.device) if isinstance(x, Tensor) else x for x in weights))
+    return weights._replace(conv_weight=weights.conv_weight.bfloat16().t().contiguous().t())
+
+
+def stack(case: str, rows: int, fmt: str) -> int:
+    """Layers that make the L2 cache cold: 400 MB of state that is read, 2 to 48 of them."""
+    _, (H, _, V, K) = CASES[case]
+    width = 4 if fmt == "fp32" else 2
+    return max(2, min(48, -(-400_000_000 // (rows * H * V * K * width))))
+
+
+def measure(
+    case: str, rows: int, fmt: str, others: list[dict[str, Any]], ceiling: dict[str, float]
+) -> list[dict[str, Any]]:
+    """One row for staggered flushes and one for flushes in phase.
+
+    Raises:
+        RuntimeError: the case fails its check. Nothing is written for it.
+    """
+    errors = check(case, rows, fmt)
+    best = min(others, key=lambda other: other["us"])
+    measured = []
+    for staggered in (True, False):
+        layers = stack(case, rows, fmt)
+        ours = _Ours(case, rows, fmt, layers, staggered)
+        steps = [us / layers for us in replay(ours.step, 2 * WINDOW, 8 * WINDOW)]
+        windows = sorted(sum(steps[i : i + WINDOW]) / WINDOW for i in range(0, len(steps), WINDOW))
+        us, by_step = median(windows), [median(steps[i::WINDOW]) for i in range(WINDOW)]
+        low, *_, high = quantiles(windows, n=5)
+        traffic, (H, _, V, _) = ours.cache.bytes_per_token(), ours.geometry
+        moved = rows * ((traffic.read + traffic.written) / layers + 2 * (ours.inputs.x.shape[2] + H * V))
+        measured.append(
+            {
+                "bench": "decode",
+                "case": case,
+                "recurrence": ours.recurrence.name,
+                "geometry": {"B": rows} | ours.geometry._asdict(),
+                "tokens": 1,
+                "format": fmt,
+                "window": WINDOW,
+                "staggered": staggered,
+                "layers": layers,
+                "us": us,
+                "us_p20": low,
+                "us_p80": high,
+                "step_us_median": median(steps),
+                "step_us_slowest": max(by_step),
+                "baseline": best["name"],
+                "baseline_launch": best["launch"],
+                "baseline_us": best["us"],
+                "baselines_us": {other["name"]: other["us"] for other in others},
+                "speedup": best["us"] / us,
+                "bytes": moved,
+                "gbps": moved / us / 1e3,
+                "share_of_read_ceiling": moved / us / 1e3 / ceiling["read_gbps"],
+                "ceilings": ceiling,
+                "check": errors,
+            }
+        )
+        del ours
+        torch.cuda.empty_cache()
+    return measured
+
+
+def public(case: str, rows: int, state: torch.dtype, known: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Name, launch and us of every public kernel that runs this case."""
+    name, geometry = CASES[case]
+    generator = torch.Generator().manual_seed(0)
+    layers = max(2, min(48, -(-400_000_000 // (rows * geometry.H * geometry.V * geometry.K * state.itemsize))))
+    ours = _Ours(case, rows, "fp32", 1, True)
+    results = []
+    for kind in baselines.kinds(name):
+        try:
+            launch = None if known is None else nearest(known, kind, geometry, rows, state)
+            step = baselines.build(
+                kind, geometry, rows, layers, state, ours.inputs, layer_weights(ours.cache, generator), launch
+            )
+        except ValueError as refusal:  # this kernel keeps no such state
+            print(f"{kind} {case} {state}: {refusal}")
+            continue
+        us = baselines.microseconds(step.run, layers, 30)
+        results.append({"name": step.name, "launch": step.launch, "us": us})
+        del step
+        torch.cuda.empty_cache()
+    return results
+
+
+def nearest(
+    known: list[dict[str, Any]], kind: str, geometry: Geometry, rows: int, state: torch.dtype
+) -> dict[str, int] | None:
+    """The launch found for the same kernel, head dims and state, and the closest batch; None if there is none."""
+    same = [
+        entry
+        for entry in known
+        if entry["kind"] == kind
+        and (entry["geometry"]["V"], entry["geometry"]["K"]) == (geometry.V, geometry.K)
+        and entry["state"] == str(state).removeprefix("torch.")
+    ]
+    best = min(same, key=lambda entry: abs(entry["batch"] - rows), default=None)
+    return None if best is None else dict(best["launch"])
+
+
+@torch.inference_mode()
+def check(case: str, rows: int, fmt: str, steps: int = 20) -> dict[str, float]:
+    """Largest relative errors of outputs and states against the recurrence in fp64, of three rows over `steps` tokens.
+
+    Raises:
+        RuntimeError: one is larger than rounding explains.
+    """
+    ours = _Ours(case, rows, fmt, 1, True)
+    some = torch.tensor(sorted({0, rows // 2, rows - 1}), device="cuda")
+    exact = ReplayCache(
+        ours.recurrence.name, ours.geometry, layers=1, slots=len(some), window=WINDOW, format="fp64",
+        dtype=torch.float64, conv=ours.cache.conv, device="cuda", implementation="reference",
+    )  # fmt: skip
+    slots = exact.allocate(len(some))
+    exact.reset(slots)
+    weights = type(ours.weights)(*(x.double() if isinstance(x, Tensor) else x for x in ours.weights))
+    generator = torch.Generator().manual_seed(1)
+    worst = 0.0
+    for _ in range(steps):
+        for mine, new in zip(ours.inputs, make_inputs(ours.cache, rows, 1, generator), strict=True):
+            if mine is not None and new is not None:
+                mine.copy_(new)
+        y = ours.step()[some].double()
+        step = exact.begin(slots)
+        x, raw_g, raw_w = ours.inputs
+        raw_g = None if raw_g is None else raw_g[some].double()
+        expected = decode_layer(exact, 0, step, x[some].double(), raw_g, raw_w[some].double(), weights)
+        exact.commit(step)
+        worst = max(worst, float((y - expected).norm() / expected.norm()))
+    state, expected = ours.cache.materialize(0, some).double(), exact.materialize(0, slots)
+    off = float((state - expected).norm() / expected.norm())
+    most_y, most_state = BOUNDS[fmt]
+    if not (worst < most_y and off < most_state):
+        raise RuntimeError(f"{case} B={rows} {fmt}: outputs off by {worst:.2g}, states by {off:.2g}; no row is written")
+    return {"y": worst, "state": off}
+
+
+def replay(step: Callable[[], Any], warm: int, count: int) -> list[float]:
+    """Microseconds of every replay of a graph of `step`."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(warm - 1):  # the step before the capture was one
+        graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return [1e3 * a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+
+
+def ceilings() -> dict[str, float]:
+    """GB/s of the device: a sum over 4 GiB of fp32, and a copy of as much (read and write counted)."""
+    x = torch.randn(1 << 30, device="cuda")
+    y = torch.empty_like(x)
+    size = x.numel() * x.element_size()
+    return {
+        "read_gbps": size / median(replay(x.sum, 3, 20)) / 1e3,
+        "copy_gbps": 2 * size / median(replay(lambda: y.copy_(x), 3, 20)) / 1e3,
+    }

@@ -1,0 +1,54 @@
+"""Pictures from rows of results/kernels.jsonl: speedup and share of the read ceiling over the batch."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+COLORS = {"fp32": "#0072B2", "split16": "#D55E00", "bf16": "#009E73", "fp16": "#CC79A7"}
+MARKS = {"fp32": "o", "split16": "s", "bf16": "^", "fp16": "v"}
+
+
+def main(
+    rows: Annotated[Path, typer.Option(help="Rows of `bench kernels`.")] = Path("results/kernels.jsonl"),
+    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("results"),
+) -> None:
+    """Draw kernels-speedup.png and kernels-ceiling.png; of several rows of one cell the newest counts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    newest: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in rows.read_text().splitlines():
+        row = json.loads(line)
+        if row["bench"] == "decode" and row["tokens"] == 1 and row["staggered"]:
+            newest[row["case"], row["format"], row["geometry"]["B"]] = row
+    cases = list(dict.fromkeys(case for case, _, _ in newest))
+    for name, field, label in (
+        ("kernels-speedup", "speedup", "speedup over the fastest public kernel"),
+        ("kernels-ceiling", "share_of_read_ceiling", "bytes moved / read ceiling"),
+    ):
+        figure, axes = plt.subplots(
+            2, (len(cases) + 1) // 2, figsize=(12, 6.5), sharex=True, sharey=True, squeeze=False
+        )
+        for axis, case in zip(axes.flat, cases, strict=False):
+            for fmt, color in COLORS.items():
+                points = sorted((B, row[field]) for (c, f, B), row in newest.items() if (c, f) == (case, fmt))
+                if points:
+                    axis.plot(*zip(*points, strict=True), color=color, marker=MARKS[fmt], label=fmt)
+            axis.axhline(1.0, color="black", linewidth=0.8)
+            axis.set_xscale("log", base=2)
+            axis.set_title(case)
+            axis.grid(alpha=0.3)
+        for axis in axes[-1]:
+            axis.set_xlabel("batch (rows)")
+        for line in axes:
+            line[0].set_ylabel(label)
+        axes[0][0].legend(title="checkpoint format")
+        gpu = next(iter(newest.values()))["gpu"]
+        figure.suptitle(f"Plain decoding of one recurrent layer, window 16, flushes counted, {gpu}")
+        figure.tight_layout()
+        figure.savefig(out / f"{name}.png", dpi=120)
+        print(out / f"{name}.png")
