@@ -321,8 +321,8 @@ class ReplayCache:
         P, T, R = path.shape[1], step.tokens, self.sizes.ring
         if isinstance(step, DeviceStep):
             living = (step.table[0] >= 0).nonzero().squeeze(1)
-            slots, start, committed, _, _, conv_end, row = step.table[:7, living].to(torch.int64)
-            nodes = path[row].clamp(max=T - 1)
+            slots, start, committed, _, _, conv_end = step.table[:, living].to(torch.int64)
+            nodes = path[living].clamp(max=T - 1)
         else:
             slots, start, committed, conv_end = step.slots, step.start, step.committed, step.conv_end
             nodes = step.select(path)
@@ -515,8 +515,9 @@ class ReplayCache:
         """A layer's tensors; with a step, for its one decode in it (graphs and compilers repeat theirs by replay)."""
         if not 0 <= layer < len(self.layers):
             raise ValueError(f"{where}: layer must be between 0 and {len(self.layers) - 1}; got {layer}.")
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if step is not None and not torch.compiler.is_compiling() and not capturing:
+        if step is None or torch.compiler.is_compiling():
+            return self.layers[layer]
+        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             if layer in self._decoded:
                 raise ValueError(f"{where}: layer {layer} was decoded in this step already; begin another step first.")
             self._decoded.add(layer)

@@ -65,7 +65,7 @@ def slots(where: str, got: Tensor, pool: int, device: torch.device, padding: boo
     got = torch.as_tensor(got, device=device)
     if got.ndim != 1 or got.is_floating_point() or got.dtype == torch.bool:
         raise ValueError(f"{where}: slots must be [B] in an integer dtype; got {describe(got.shape, got.dtype)}.")
-    got = got.to(torch.int64)
+    got = got.to(torch.int64).contiguous()
     lowest = -1 if padding else 0
     if device.type == "cpu" and got.numel() and (int(got.min()) < lowest or int(got.max()) >= pool):
         bad = got[(got < lowest) | (got >= pool)][0].item()
@@ -83,7 +83,7 @@ def counts(where: str, name: str, got: Tensor | Sequence[int] | int, rows: int, 
         raise ValueError(
             f"{where}: {name} must be [B] = [{rows}] in an integer dtype; got {describe(values.shape, values.dtype)}."
         )
-    return values.to(torch.int64)
+    return values.to(torch.int64).contiguous()
 
 
 def within(where: str, name: str, got: Tensor, most: Tensor | int, slots: Tensor, why: str) -> None:

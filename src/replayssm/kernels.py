@@ -139,15 +139,23 @@ def softplus(x):
     return tl.where(x > 20.0, x, tl.where(y == 1.0, u, tl.log(y) * (u / (y - 1.0))))
 
 
+@triton.jit
+def expm1(x):
+    """exp(x) - 1 for x <= 0, to a few ulps also where x is tiny: a state times exp(x) many times over must not drift."""
+    u = tl.exp(x)
+    log = tl.log(u)
+    return tl.where(x < -1.0, u - 1.0, tl.where(log == 0.0, x, (u - 1.0) * (x / log)))
+
+
 # ---- a step's inputs ----
 
 
 @triton.jit
 def load_row(table, i_b, B):
-    """Column i_b of a step's table: slot, ring_start, num_committed, tokens, conv_end, the caller's row."""
+    """Row i_b of a step: slot, ring_start, num_committed, tokens, conv_end, and i_b as int64."""
     return (
         tl.load(table + i_b).to(tl.int64), tl.load(table + B + i_b), tl.load(table + 2 * B + i_b),
-        tl.load(table + 3 * B + i_b), tl.load(table + 5 * B + i_b), tl.load(table + 6 * B + i_b).to(tl.int64),
+        tl.load(table + 3 * B + i_b), tl.load(table + 5 * B + i_b), i_b.to(tl.int64),
     )  # fmt: skip
 
 
@@ -229,7 +237,7 @@ def carry_kernel(
     | inputs     | Inputs         |        | in     | what the step brings                                     |
     | ring       | Ring           |        | in/out | records; the step's own are written                      |
     | weights    | LayerWeights   |        | in     | of convolution and gates                                 |
-    | table      | [8, B]         | int32  | in     | DeviceStep.table                                         |
+    | table      | [6, B]         | int32  | in     | DeviceStep.table                                         |
     | parent     | [B, T]         | int32  | in     | of a tree, else None; kin [B, T, T] likewise             |
     | t          | [B, N, T, K]   | fp32   | out    | carried queries of N = G or H heads                      |
     | c          | [B, H, T, 1+R] | fp32   | out    | weights of S0 t, then of v by record number              |
@@ -386,7 +394,7 @@ def read_kernel(
     R: tl.constexpr, E: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr,
     BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """read_tile for every tile, head and row, and the flush of rows that are due, which come first: grid (V / BV, H, B).
+    """read_tile for every tile, head and row, and the flush of rows that are due: grid (V / BV, H, B).
 
     high, low [S, H, V, K] are the plane that tokens read and the last one, as Pools. Bytes: V K read_bytes +
     (committed + T) V itemsize per row and head, and t, c, y; a flush adds the planes' write, and the read of those that
@@ -395,7 +403,7 @@ def read_kernel(
     i_v, i_h, i_b, B = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     slot = tl.load(table + i_b).to(tl.int64)
     if slot < 0:
-        zero_tile(y, tl.load(table + 6 * B + i_b).to(tl.int64), i_h, i_v, T, H, V, BV)
+        zero_tile(y, i_b.to(tl.int64), i_h, i_v, T, H, V, BV)
     else:
         b_s = load_tile(high, slot, i_h, i_v, V, K, BV, BK)
         read_tile(b_s, ring, table, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, N, V, K, R, BP, BT, BV, BK, PDL)
@@ -419,7 +427,7 @@ def decode_kernel(
     J: tl.constexpr = H // G
     slot = tl.load(table + i_b).to(tl.int64)
     if slot < 0:
-        zero_tile(y, tl.load(table + 6 * B + i_b).to(tl.int64), i_h, i_v, T, H, V, BV)
+        zero_tile(y, i_b.to(tl.int64), i_h, i_v, T, H, V, BV)
     else:
         b_s = load_tile(high, slot, i_h, i_v, V, K, BV, BK)
         CARRY(

@@ -7,7 +7,7 @@ a time (docs/log.md). So nothing here needs the ring's `back`.
 import triton
 import triton.language as tl
 
-from replayssm.kernels import channels, keep, load_row, sigmoid, softplus, store_values
+from replayssm.kernels import channels, expm1, keep, load_row, sigmoid, softplus, store_values
 
 
 @triton.jit
@@ -139,5 +139,5 @@ def walk(
 @triton.jit
 def step(b_s, b_k, b_v, b_g, weight):
     """S = a S + w (v - a S k) k^T for a tile [BV, BK]."""
-    b_s *= tl.exp(b_g)
+    b_s += expm1(b_g) * b_s
     return b_s + (weight * (b_v - tl.sum(b_s * b_k, 1)))[:, None] * b_k

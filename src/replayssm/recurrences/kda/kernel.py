@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from replayssm.kernels import sigmoid, softplus
+from replayssm.kernels import expm1, sigmoid, softplus
 from replayssm.recurrences.gdn.kernel import walk
 
 
@@ -40,5 +40,5 @@ def carry(
 @triton.jit
 def step(b_s, b_k, b_v, b_g, weight):
     """S = S Diag(a), then S + w (v - S k) k^T, for a tile [BV, BK]."""
-    b_s *= tl.exp(b_g)[None, :]
+    b_s += expm1(b_g)[None, :] * b_s
     return b_s + (weight * (b_v - tl.sum(b_s * b_k[None, :], 1)))[:, None] * b_k

@@ -7,7 +7,7 @@ record's successor on, so that no large sums are subtracted.
 import triton
 import triton.language as tl
 
-from replayssm.kernels import channels, is_seen, keep, load_row, softplus, store_values
+from replayssm.kernels import channels, expm1, is_seen, keep, load_row, softplus, store_values
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def carry(
 ):  # fmt: skip
     """The step's records are appended; t = q, c_0 = exp(P_n) and c_j = w_j exp(D_j) (k_j . q).
 
-    For column i_b of the table, key group i_g and BJ of its heads, the i_j-th such part, and for the `count` channels of v
+    For row i_b, key group i_g and BJ of its heads, the i_j-th such part, and for the `count` channels of v
     (at most BC) from `from_c` on. Other arguments as in kernels.carry_kernel: t [B, G, T, K].
 
     A single token's record is stored last: no load has to wait for it.
@@ -110,4 +110,4 @@ def carry(
 @triton.jit
 def step(b_s, b_k, b_v, b_g, weight):
     """S = a S + w v k^T for a tile [BV, BK]."""
-    return tl.exp(b_g) * b_s + (weight * b_v)[:, None] * b_k
+    return b_s + expm1(b_g) * b_s + (weight * b_v)[:, None] * b_k
