@@ -527,3 +527,30 @@ def test_split16_holds_the_bits_of_fp32(name: str, generator: torch.Generator) -
 
 def test_public_names() -> None:
     assert set(replayssm.__all__) <= set(dir(replayssm))
+
+
+def test_output_gate_is_silu_of_z(case: Case, generator: torch.Generator) -> None:
+    """The same step with and without z, in two caches."""
+    caches = case.cache(slots=2), case.cache(slots=2)
+    weights = _to(make_weights(caches[0], generator), caches[0].format.compute)
+    inputs = make_inputs(caches[0], 3, 1, generator)
+    z = torch.randn(3, 1, SMALL.H, SMALL.V, generator=generator).to(caches[0].dtype)
+    outputs = []
+    for cache, gate in zip(caches, (None, z), strict=True):
+        cache.reset(cache.allocate(2))
+        step = cache.begin(torch.tensor([1, PAD_SLOT, 0]))
+        outputs.append(decode_layer(cache, 0, step, *inputs, weights, gate))
+    torch.testing.assert_close(outputs[1], outputs[0] * torch.nn.functional.silu(z), rtol=1e-5, atol=1e-6)
+
+
+def test_a_layer_is_decoded_once_a_step(case: Case, generator: torch.Generator) -> None:
+    cache = case.cache(slots=1)
+    weights = _to(make_weights(cache, generator), cache.format.compute)
+    cache.reset(cache.allocate(1))
+    inputs = make_inputs(cache, 1, 1, generator)
+    step = cache.begin(torch.tensor([0]))
+    decode_layer(cache, 0, step, *inputs, weights)
+    before = checksum(cache)
+    with pytest.raises(ValueError, match="layer 0 was decoded in this step already; begin another step first"):
+        decode_layer(cache, 0, step, *inputs, weights)
+    assert same_bits(before, checksum(cache))

@@ -1,4 +1,4 @@
-"""Steps on the device: cursor kernels against ring.py, operators under torch.compile. In the interpreter, or on a GPU."""
+"""Steps on the device: cursor kernels against ring.py, operators under torch.compile. Interpreter or GPU."""
 
 import pytest
 import torch

@@ -91,6 +91,24 @@ def test_figures_are_those_of_the_measured_rows():
             assert f"| {row['max_logprob_difference']:.1e} |".replace("e-0", "e-") in text
 
 
+def test_gpu_figures_are_those_of_the_measured_rows():
+    text, cells = README.read_text(), {}
+    for line in (ROOT / "results" / "kernels.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row["staggered"]:
+            cells[row["case"], row["geometry"]["B"], row["format"]] = row
+    for case in dict.fromkeys(case for case, _, _ in cells):
+        large = [cells[case, 256, format] for format in ("fp32", "split16", "bf16")]
+        fp32, split16, bf16 = (f"{row['us']:.0f} ({row['speedup']:.2f}x)" for row in large)
+        public, public_bf16 = (f"{large[i]['baseline_us']:.0f}" for i in (0, 2))
+        assert f"| {public} | {fp32} | {split16} | {public_bf16} | {bf16} |" in text, case
+        by_batch = [
+            ", ".join(f"{cells[case, rows, format]['speedup']:.2f}x" for format in ("fp32", "split16"))
+            for rows in (1, 8, 32, 256)
+        ]
+        assert f"| {' | '.join(by_batch)} |" in text, case
+
+
 @pytest.mark.parametrize("name", ["compare-batch-1", "compare", "compare-batch-64"])
 def test_speeds_by_batch_are_those_of_the_measured_rows(name):
     rows = [

@@ -58,7 +58,7 @@ class Implementation(Protocol):
         """Carries and folds by products, with the ring's `back`."""
 
     def begin(self, cache: Any, given: Tensor, lengths: Tensor | None, tokens: int, parent: Tensor | None) -> AnyStep:
-        """A step for rows of slots `given`, lengths [rows] or None for `tokens` each; slots that are due are flushed."""
+        """A step for rows of slots `given`, lengths [rows] or None for `tokens` each; what is due is flushed."""
 
     def commit(self, cache: Any, step: Any, n: Tensor | None) -> None:
         """The first n [rows] tokens of every row count, or (None) all of them."""

@@ -2,18 +2,18 @@
 
 One layer's step is two launches, at small batch one:
 
-    carry   convolution, gates, norms, append, then t and c (`carry` of recurrences/<name>/kernel.py), one program per row
-            and some heads of a key group
-    read    y = c_0 S0 t + c . v, skip, output gate: one program per row, head and tile of V. Where the row's ring is full,
-            the program then walks the tile, which it still holds, through the records (`step` of the same file, the
-            recurrence itself) and writes it back: a flush costs one write, no pass and no launch of its own
+    carry   convolution, gates, norms, append, then t and c (`carry` of recurrences/<name>/kernel.py), one program per
+            row and some heads of a key group
+    read    y = c_0 S0 t + c . v, skip, output gate: one program per row, head and tile of V. Where the row's ring is
+            full, the program then walks the tile, which it still holds, through the records (`step` of the same file,
+            the recurrence itself) and writes it back: a flush costs one write, no pass and no launch of its own
 
-The launches overlap (programmatic dependence): the read fetches checkpoints and rings while the carry still runs. At small
-batch every program repeats the carry it needs while its tile is on its way.
+The launches overlap (programmatic dependence): the read fetches checkpoints and rings while the carry still runs. At
+small batch every program repeats the carry it needs while its tile is on its way.
 
-Everything that changes from step to step is in device tensors (DeviceStep.table, cursors, rings). In Triton's interpreter
-(TRITON_INTERPRET=1) the same kernels run on a CPU, for tests. Layouts inside a slot are dense; the stride from slot to slot
-may be anything, and slot arithmetic is int64.
+Everything that changes from step to step is in device tensors (DeviceStep.table, cursors, rings). In Triton's
+interpreter (TRITON_INTERPRET=1) the same kernels run on a CPU, for tests. Layouts inside a slot are dense; the stride
+from slot to slot may be anything, and slot arithmetic is int64.
 """
 
 import os
@@ -58,7 +58,7 @@ class Ring(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a step brings: convolution inputs and raw gates, or (without weights) q, k, v, g, w as they are to be used."""
+    """What a step brings: convolution inputs and raw gates, or (without weights) q, k, v, g, w ready to be used."""
 
     q: Field
     k: Field
@@ -141,7 +141,7 @@ def softplus(x):
 
 @triton.jit
 def expm1(x):
-    """exp(x) - 1 for x <= 0, to a few ulps also where x is tiny: a state times exp(x) many times over must not drift."""
+    """exp(x) - 1 for x <= 0, to a few ulps also where x is tiny: many such factors in a row must not drift."""
     u = tl.exp(x)
     log = tl.log(u)
     return tl.where(x < -1.0, u - 1.0, tl.where(log == 0.0, x, (u - 1.0) * (x / log)))
@@ -166,8 +166,9 @@ def channels(
 ):  # fmt: skip
     """Channels o_c of a field for token i: as the recurrence takes them, fp32, rounded as activations are; and raw.
 
-    With weights: y = silu(bias + sum_d weight[:, W - 1 - d] x_d), x_0 the token's input, x_d the one d before it: another
-    token's of the step, or one of the convolution's ring of L places, whose channels begin at FIRST for this field.
+    With weights: y = silu(bias + sum_d weight[:, W - 1 - d] x_d), x_0 the token's input, x_d the one d before it:
+    another token's of the step, or one of the convolution's ring of L places, whose channels begin at FIRST for this
+    field.
     """
     p_x = field.data + row * field.row + o_c
     b_x = tl.load(p_x + i * field.token, mask=m_c, other=0.0)
@@ -262,7 +263,7 @@ def read_tile(
     T: tl.constexpr, H: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """y = (c_0 S0 t + sum_j c_j v_j + D v) silu(z) for the tile b_s [BV, BK] of the checkpoint: row i_b, head i_h, part i_v.
+    """y = (c_0 S0 t + sum_j c_j v_j + D v) silu(z) for the tile b_s [BV, BK] of row i_b, head i_h, part i_v of V.
 
     | Name      | Shape          | Dtype  | Dir | Meaning                                           |
     | ring      | Ring           |        | in  | records                                           |
@@ -322,7 +323,7 @@ def load_record(
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
     DELTA: tl.constexpr,
 ):  # fmt: skip
-    """k [BK], 1 / |k| (delta rule), v [BV], g [BK] or one, w of the record at a place: as stored, so that none is waited for."""
+    """k [BK], 1 / |k| (delta rule), v [BV], g [BK] or one, and w of a record: as stored, so that none is waited for."""
     i_g = i_h // (H // G)
     m_k = (o_k < K) & more
     b_k = tl.load(ring.k.data + slot * ring.k.slot + (i_g * R + place) * K + o_k, mask=m_k, other=0.0)
@@ -344,7 +345,7 @@ def fold_tile(
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
     BK: tl.constexpr, DELTA: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The tile b_s [BV, BK] after `count` records from place `first`: the recurrence, step by step, the next on its way."""
+    """The tile b_s [BV, BK] after `count` records from place `first`, by the recurrence; the next is on its way."""
     o_k = tl.arange(0, BK)
     b_k, norm, b_v, b_g, weight = load_record(ring, slot, first, 0 < count, i_h, o_v, o_k, H, G, V, K, R, E, DELTA)
     place, i = first, 0
@@ -416,7 +417,8 @@ def decode_kernel(
     high, low, inputs, ring, weights, table, parent, kin, t, c, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, L: tl.constexpr, W: tl.constexpr, BP: tl.constexpr,
-    BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr,
+    FORMAT: tl.constexpr,
     CARRY: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Carry and read in one launch, for small batches: grid (V / BV, H, B), arguments as in both.
@@ -570,7 +572,8 @@ def decode(
         "DELTA": recurrence.delta, "FORMAT": format, "STEP": module.step,
     }  # fmt: skip
     reading = sizes | {
-        "N": N, "BP": triton.next_power_of_2(window), "BT": triton.next_power_of_2(T), "BV": chosen.read_v, "BF": chosen.fold_v, "PDL": PDL,
+        "N": N, "BP": triton.next_power_of_2(window), "BT": triton.next_power_of_2(T), "BV": chosen.read_v,
+        "BF": chosen.fold_v, "PDL": PDL,
         "num_warps": chosen.read_warps, "STEP": module.step if deferred else None,
     }  # fmt: skip
     carrying = {
@@ -593,7 +596,8 @@ def decode(
         return y
     carry_kernel[(G * triton.cdiv(H // G, chosen.carry_heads), B)](
         inputs, ring, weights, table, step.parent, step.kin, t, c,
-        **carrying, BJ=chosen.carry_heads, BC=triton.next_power_of_2(chosen.carry_heads * V), num_warps=chosen.carry_warps,
+        **carrying, BJ=chosen.carry_heads, BC=triton.next_power_of_2(chosen.carry_heads * V),
+        num_warps=chosen.carry_warps,
     )  # fmt: skip
     read_kernel[grid](
         high, low, ring, table, t, c, *outputs, **reading, **({"launch_pdl": True} if PDL else {})

@@ -104,7 +104,8 @@ def begin(cursors: Tensor, sizes: Sizes, given: Tensor, lengths: Tensor | None, 
     if rows:
         begin_kernel[(triton.cdiv(rows, BLOCK),)](
             cursors, given, lengths, table, cursors.shape[1], rows,
-            T=tokens, R=sizes.ring, MOST=sizes.most_reach, WINDOW=sizes.window, DEFERRED=sizes.ring - sizes.window <= sizes.window, BLOCK=BLOCK,
+            T=tokens, R=sizes.ring, MOST=sizes.most_reach, WINDOW=sizes.window,
+            DEFERRED=sizes.ring - sizes.window <= sizes.window, BLOCK=BLOCK,
         )  # fmt: skip
     return table
 

@@ -1,14 +1,16 @@
 """GPU: one recurrent layer's plain decode step, ours against the public kernels, whole intervals with their flushes.
 
 How it is measured. A CUDA graph holds one step of a model of `layers` equal layers (begin, every layer, commit), so
-that each layer finds the L2 cache cold, as in a model; it is replayed, and events stand between replays. A figure is the
-mean of a whole window of steps over the layers, in which every row flushes once; a row of results holds the median of
-such means with their 20 and 80 % percentiles. `staggered` rows flush in different steps, otherwise all in one. The public
-kernels run in graphs over as many layers, with the same inputs. Both sides cover convolution, gates, norms, state, skip.
+that each layer finds the L2 cache cold, as in a model; it is replayed, and events stand between replays. A figure is
+the mean of a whole window of steps over the layers, in which every row flushes once; a row of results holds the
+median of such means with their 20 and 80 % percentiles. `staggered` rows flush in different steps, otherwise all in
+one. The public kernels run in graphs over as many layers, with the same inputs. Both sides cover convolution, gates,
+norms, state, skip.
 
 A row is written only after the same case has passed its check: outputs and states of some rows against the recurrence
-in fp64 (with the same bf16 activations) over more than a window. Ceilings (a sum, a copy of 4 GiB) are measured first, in the same run. Bytes are counted
-from the cache's records (ReplayCache.bytes_per_token) and what goes in and out.
+in fp64 (with the same bf16 activations) over more than a window. Ceilings (a sum, a copy of 4 GiB) are measured
+first, in the same run. Bytes are counted from the cache's records (ReplayCache.bytes_per_token) and what goes in and
+out.
 """
 
 import json
@@ -70,7 +72,8 @@ def main(
     console, started = Console(width=150), time.monotonic()
     known = json.loads(launches.read_text()) if launches else None
     origin = provenance() | {"gpu": torch.cuda.get_device_name()}
-    origin["commit"] = origin["commit"] or commit
+    if commit:
+        origin |= {"commit": commit, "source_changed": None}
     origin["versions"] |= {"cuda": torch.version.cuda}
     ceiling = ceilings()
     console.print(f"{origin['gpu']}: reads {ceiling['read_gbps']:,.0f} GB/s, copies {ceiling['copy_gbps']:,.0f} GB/s")

@@ -65,7 +65,7 @@ class Recurrence(NamedTuple):
         return 2 * geometry.G * geometry.K + geometry.H * geometry.V
 
     def split_flat(self, x: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-        """Cut a convolution's channels [B, T, C] into those of q, k and v: views [B, T, G K], [B, T, G K], [B, T, H V]."""
+        """Cut a convolution's channels [B, T, C] into q, k and v: views [B, T, G K], [B, T, G K], [B, T, H V]."""
         H, G, V, K = geometry
         size = {"q": G * K, "k": G * K, "v": H * V}
         part = dict(zip(self.conv_order, x.split([size[name] for name in self.conv_order], dim=-1), strict=True))
