@@ -516,7 +516,7 @@ def launch(recurrence: Any, geometry: Any, rows: int, tokens: int, read_bytes: i
         carry_warps=1 if recurrence.delta else 2,
         read_v=min(triton.next_power_of_2(V), 16),
         read_warps=2,
-        fold_v=min(triton.next_power_of_2(V), 8 if together or read_bytes < 4 else 16),
+        fold_v=min(triton.next_power_of_2(V), 8 if together else 16),
     )
 
 
