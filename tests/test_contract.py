@@ -441,31 +441,36 @@ def test_state_precision_does_not_follow_activations(name: str, dtype: torch.dty
     ],
     ids=lambda c: next(iter(c)),
 )
-def test_mamba2_parameters(changes: dict, generator: torch.Generator) -> None:
-    life = Life(make_cache("mamba2", SMALL, slots=2), generator, **changes)
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_mamba2_parameters(implementation: str, changes: dict, generator: torch.Generator) -> None:
+    life = Life(make_cache("mamba2", SMALL, slots=2, implementation=implementation), generator, **changes)
     life.plain(10)
     life.twin.check_states()
 
 
 @pytest.mark.parametrize("name", ["gdn", "kda"])
 @pytest.mark.parametrize("changes", [{"conv_bias": None}, {"beta_scale": 1.0}, {"A_log": torch.full((4,), -9.0)}])
-def test_delta_rule_parameters(name: str, changes: dict, generator: torch.Generator) -> None:
-    life = Life(make_cache(name, SMALL, slots=2), generator, **changes)
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_delta_rule_parameters(implementation: str, name: str, changes: dict, generator: torch.Generator) -> None:
+    life = Life(make_cache(name, SMALL, slots=2, implementation=implementation), generator, **changes)
     life.plain(10)
     life.twin.check_states()
 
 
-def test_kda_lower_bounded_gate(generator: torch.Generator) -> None:
-    life = Life(make_cache("kda", SMALL, slots=2), generator, lower_bound=-5.0)
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_kda_lower_bounded_gate(implementation: str, generator: torch.Generator) -> None:
+    life = Life(make_cache("kda", SMALL, slots=2, implementation=implementation), generator, lower_bound=-5.0)
     life.plain(10)
     life.twin.check_states()
 
 
 @pytest.mark.parametrize("name", recurrences.names())
 @pytest.mark.parametrize("raw", [-100.0, 20.0, 20.001, 88.0, 89.0, 1e4])
-def test_extreme_gates(name: str, raw: float, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_extreme_gates(implementation: str, name: str, raw: float, generator: torch.Generator) -> None:
     """A decay of exp(-1e4) next to one of nearly 1: no overflow in softplus, no small gate lost in a sum."""
-    life = Life(make_cache(name, SMALL, slots=1), generator, A_log=torch.tensor([-6.0, -2.0, 0.0, 2.0]))
+    cache = make_cache(name, SMALL, slots=1, implementation=implementation)
+    life = Life(cache, generator, A_log=torch.tensor([-6.0, -2.0, 0.0, 2.0]))
     for i in range(10):
         inputs = make_inputs(life.cache, 1, 1, generator)
         raw_g, raw_w = inputs.raw_g, inputs.raw_w

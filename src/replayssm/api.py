@@ -90,7 +90,8 @@ def decode_layer(
         x: [B, T, C] convolution inputs, in the recurrence's order (v | k | q for mamba2, q | k | v for gdn and kda).
         raw_g: the decay's projection before any nonlinearity: None (mamba2), [B, T, H] (gdn), [B, T, H, K] (kda).
         raw_w: the projection of dt (mamba2) or beta (gdn, kda) before any nonlinearity, [B, T, H].
-        weights: replayssm.recurrences.<name>.Weights.
+        weights: replayssm.recurrences.<name>.Weights. On a GPU a conv_weight that is contiguous over C loads fastest:
+            lay it out once with conv_weight.t().contiguous().t().
         gate: z [B, T, H, V], or None: outputs are multiplied by silu(z).
 
     Returns:

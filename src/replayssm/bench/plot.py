@@ -26,9 +26,9 @@ def main(
         if row["bench"] == "decode" and row["tokens"] == 1 and row["staggered"]:
             newest[row["case"], row["format"], row["geometry"]["B"]] = row
     cases = list(dict.fromkeys(case for case, _, _ in newest))
-    for name, field, label in (
-        ("kernels-speedup", "speedup", "speedup"),
-        ("kernels-ceiling", "share_of_read_ceiling", "share of read ceiling"),
+    for name, field, label, title in (
+        ("kernels-speedup", "speedup", "speedup", "against the fastest public kernel"),
+        ("kernels-ceiling", "share_of_read_ceiling", "share of read ceiling", "bytes moved per time"),
     ):
         figure, axes = plt.subplots(
             2, (len(cases) + 1) // 2, figsize=(12, 6.5), sharex=True, sharey=True, squeeze=False
@@ -49,9 +49,7 @@ def main(
             line[0].set_ylabel(label)
         axes[0][0].legend(title="checkpoint format")
         gpu = next(iter(newest.values()))["gpu"]
-        figure.suptitle(
-            f"Plain decoding of one layer against the fastest public kernel, window 16, flushes counted, {gpu}"
-        )
+        figure.suptitle(f"Plain decoding of one layer, {title}; window 16, flushes counted, {gpu}")
         figure.tight_layout()
         figure.savefig(out / f"{name}.png", dpi=120)
         print(out / f"{name}.png")
