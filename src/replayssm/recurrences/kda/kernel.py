@@ -21,6 +21,8 @@ def gates(inputs, weights, row, i, i_h, o_k, m_k, K: tl.constexpr):
             b_g = -rate * softplus(b_g)
         else:
             b_g = weights.low * sigmoid(rate * b_g)
+    if K == 1:
+        b_g = tl.sum(b_g, 0)  # one gate is a number, as gdn's
     return b_g, b_w
 
 
@@ -40,5 +42,8 @@ def carry(
 @triton.jit
 def step(b_s, b_k, b_v, b_g, weight):
     """S = S Diag(a), then S + w (v - S k) k^T, for a tile [BV, BK]."""
-    b_s += expm1(b_g)[None, :] * b_s
+    if b_s.shape[1] > 1:
+        b_s += expm1(b_g)[None, :] * b_s
+    else:
+        b_s += expm1(b_g) * b_s
     return b_s + (weight * (b_v - tl.sum(b_s * b_k[None, :], 1)))[:, None] * b_k
