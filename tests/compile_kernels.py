@@ -28,7 +28,7 @@ WINDOW, WIDTH = 16, 4
 ROWS = (1, 256)
 EXTRA: dict[str, int] = {}
 BF16, FP32 = Field("*bf16", "i32", "i32"), Field("*fp32", "i32", "i32")
-RING = Ring(*(Pool(pointer, "i32") for pointer in ("*bf16", "*bf16", "*fp32", "*fp32", "*fp32", "*fp32", "*bf16")))
+RING = Ring(*(Pool(pointer, "i32") for pointer in ("*bf16", "*bf16", "*fp32", "*fp32", "*fp32", "*bf16")))
 
 
 def resources(kernel: Any, types: dict[str, Any], constants: dict[str, Any], warps: int, target: GPUTarget) -> str:
@@ -68,9 +68,10 @@ def jobs(
     module, delta, R = recurrence.kernel(), recurrence.delta, WINDOW + tokens
     PDL = not amd
     sizes = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K)}
+    sizes |= {"CHANNEL": recurrence.channel_gate}
     carrying = sizes | {
-        "T": tokens, "L": WIDTH - 1 + tokens, "W": WIDTH, "CARRY": module.carry,
-        "BR": triton.next_power_of_2(WINDOW + tokens - 1), "PDL": PDL,
+        "T": tokens, "L": WIDTH - 1 + tokens, "W": WIDTH, "CARRY": module.carry, "GATES": module.gates,
+        "BR": triton.next_power_of_2(WINDOW + tokens - 1),
     }  # fmt: skip
     bound = None if delta else "fp32"
     inputs = {
@@ -83,28 +84,28 @@ def jobs(
     found = []
     for fmt, (high, low) in PLANES.items():
         planes = {"high": Pool(high, "i32"), "low": Pool(low, "i32")}
-        folding = sizes | {"E": K if name == "kda" else 1, "DELTA": delta, "FORMAT": fmt, "STEP": module.step}
+        folding = sizes | {"DELTA": delta, "FORMAT": fmt, "STEP": module.step}
         for rows in ROWS:
-            chosen = kernels.launch(recurrence, Geometry(*size), rows, tokens, 4 if fmt == "fp32" else 2)
+            chosen = kernels.launch(recurrence, Geometry(*size), rows)
             reading = folding | {
                 "T": tokens,
                 "N": H if delta else G,
                 "BP": WINDOW,
                 "BT": triton.next_power_of_2(tokens),
             }
-            reading |= {"BV": chosen.read_v, "BF": chosen.fold_v, "PDL": PDL}
+            reading |= {"BV": chosen.read_v, "BF": chosen.fold_v}
             types = planes | step | outputs
             if chosen.together:
                 found.append(
                     (f"decode {fmt}", kernels.decode_kernel, types | inputs, carrying | reading, chosen.read_warps)
                 )
             else:
-                found.append((f"read {fmt}", kernels.read_kernel, types, reading, chosen.read_warps))
+                found.append((f"read {fmt}", kernels.read_kernel, types, reading | {"PDL": PDL}, chosen.read_warps))
         into = planes | {"out_high": Pool(high, "i32"), "out_low": Pool(low, "i32"), "ring": RING}
         into |= dict.fromkeys(("slots", "start", "counts"), "*i64")
         folding |= {"BV": 32, "OUT": fmt, "IN_PLACE": True}
         found.append((f"fold {fmt}", kernels.fold_kernel, into, folding, 4))
-    carrying |= {"BJ": chosen.carry_heads, "BC": triton.next_power_of_2(chosen.carry_heads * V)}
+    carrying |= {"PDL": PDL, "BJ": chosen.carry_heads, "BC": triton.next_power_of_2(chosen.carry_heads * V)}
     found.append(("carry", kernels.carry_kernel, inputs | step, carrying, chosen.carry_warps))
     return found
 

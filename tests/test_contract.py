@@ -8,7 +8,7 @@ import torch
 
 import replayssm
 from replayssm import PAD_SLOT, Geometry, ReplayCache, decode_layer, formats, recurrences
-from replayssm.testing import LayerInputs, Twin, checksum, make_cache, make_inputs, make_weights, same_bits
+from replayssm.testing import LayerInputs, Twin, cast, checksum, make_cache, make_inputs, make_weights, same_bits
 
 SMALL = Geometry(H=4, G=2, V=6, K=8)
 
@@ -42,7 +42,7 @@ class Life:
     ) -> None:
         self.cache, self.generator = cache, generator
         self.weights = make_weights(cache, generator, **changes)
-        self.layer_weights = _to(self.weights, cache.format.compute)
+        self.layer_weights = cast(self.weights, cache.format.compute)
         self.twin = Twin(cache, self.weights)
         self.slots = cache.allocate(slots or cache.num_slots)
         cache.reset(self.slots)
@@ -78,10 +78,6 @@ class Life:
 
     def random(self, *size: int, high: int) -> list:
         return torch.randint(0, high, size, generator=self.generator).tolist()
-
-
-def _to(weights: Any, dtype: torch.dtype) -> Any:
-    return type(weights)(*(x.to(dtype) if isinstance(x, torch.Tensor) else x for x in weights))
 
 
 # ---- plain decoding ----
@@ -150,7 +146,7 @@ def test_padding_rows_touch_nothing(case: Case, generator: torch.Generator) -> N
 def test_a_row_depends_on_nothing_but_itself(case: Case, generator: torch.Generator) -> None:
     """Bitwise: alone or among others, in whatever slot, at whatever place in the batch."""
     alone, among = case.cache(slots=1, staggered=False), case.cache(slots=7, staggered=False)
-    weights = _to(make_weights(alone, generator), alone.format.compute)
+    weights = cast(make_weights(alone, generator), alone.format.compute)
     alone.reset(alone.allocate(1))
     among.reset(among.allocate(7))
     order = torch.tensor([6, 3, 0, 5, 2])  # the row of interest is slot 5, at place 3
@@ -404,7 +400,7 @@ def test_layers_share_cursors_and_nothing_else(case: Case, generator: torch.Gene
         step = cache.begin(torch.tensor([1, 0]))
         for layer, twin in enumerate(twins):
             inputs = make_inputs(cache, 2, 1, generator)
-            y = decode_layer(cache, layer, step, *inputs, _to(weights[layer], cache.format.compute))
+            y = decode_layer(cache, layer, step, *inputs, cast(weights[layer], cache.format.compute))
             for b, slot in enumerate((1, 0)):
                 twin.check_outputs(y[b], *twin.step(slot, inputs.row(b), 1))
                 twin.commit(slot, [0])
@@ -503,7 +499,7 @@ def test_state_error_does_not_grow_with_length(name: str, format: str, generator
         for c in (cache, twin):
             step = c.begin(slot, tokens=tokens)
             mine = LayerInputs(*(None if x is None else x.to(c.dtype) for x in inputs))
-            decode_layer(c, 0, step, *mine, _to(weights, c.format.compute))
+            decode_layer(c, 0, step, *mine, cast(weights, c.format.compute))
             c.commit(step)
         if i % 128 == 127:
             exact = twin.materialize(0, slot)
@@ -537,7 +533,7 @@ def test_public_names() -> None:
 def test_output_gate_is_silu_of_z(case: Case, generator: torch.Generator) -> None:
     """The same step with and without z, in two caches."""
     caches = case.cache(slots=2), case.cache(slots=2)
-    weights = _to(make_weights(caches[0], generator), caches[0].format.compute)
+    weights = cast(make_weights(caches[0], generator), caches[0].format.compute)
     inputs = make_inputs(caches[0], 3, 1, generator)
     z = torch.randn(3, 1, SMALL.H, SMALL.V, generator=generator).to(caches[0].dtype)
     outputs = []
@@ -550,7 +546,7 @@ def test_output_gate_is_silu_of_z(case: Case, generator: torch.Generator) -> Non
 
 def test_a_layer_is_decoded_once_a_step(case: Case, generator: torch.Generator) -> None:
     cache = case.cache(slots=1)
-    weights = _to(make_weights(cache, generator), cache.format.compute)
+    weights = cast(make_weights(cache, generator), cache.format.compute)
     cache.reset(cache.allocate(1))
     inputs = make_inputs(cache, 1, 1, generator)
     step = cache.begin(torch.tensor([0]))

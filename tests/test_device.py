@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import SMALL
 
-from replayssm import PAD_SLOT, decode, decode_layer, recurrences, ring
+from replayssm import PAD_SLOT, convolve, decode, decode_layer, recurrences, ring
 from replayssm.ring import Cursors
-from replayssm.testing import checksum, make_cache, make_inputs, make_weights, same_bits
+from replayssm.testing import cast, checksum, make_cache, make_inputs, make_weights, same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -62,7 +62,7 @@ def test_compiled_whole_and_without_breaks(name: str, generator: torch.Generator
         make_cache(name, SMALL, layers=2, slots=2, window=2, implementation="triton", device=DEVICE) for _ in range(2)
     ]
     weights = make_weights(caches[0], generator)
-    weights = type(weights)(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in weights))
+    weights = cast(weights, DEVICE)
     for cache in caches:
         cache.reset(cache.allocate(2))
 
@@ -128,14 +128,12 @@ def test_ready_inputs_equal_raw_ones(generator: torch.Generator) -> None:
     for name in recurrences.names():
         caches = [make_cache(name, SMALL, slots=2, implementation="triton", device=DEVICE) for _ in range(2)]
         weights = make_weights(caches[0], generator, **({"D": None} if name == "mamba2" else {}))
-        weights = type(weights)(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in weights))
+        weights = cast(weights, DEVICE)
         x, raw_g, raw_w = (None if x is None else x.to(DEVICE) for x in make_inputs(caches[0], 2, 1, generator))
         for cache in caches:
             cache.reset(cache.allocate(2))
         first, second = (cache.begin(torch.tensor([0, 1], device=DEVICE)) for cache in caches)
         whole = decode_layer(caches[0], 0, first, x, raw_g, raw_w, weights)
-        from replayssm import convolve
-
         mixed = convolve(caches[1], 0, second, x, weights.conv_weight, weights.conv_bias)
         q, k, v = caches[1].recurrence.split(mixed, SMALL)
         g, w = caches[1].recurrence.gates(raw_g, raw_w, weights)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from replayssm import PAD_SLOT, ConvGeometry, Geometry, ReplayCache, decode_layer, recurrences
-from replayssm.testing import make_inputs, make_weights
+from replayssm.testing import captured, cast, make_inputs, make_weights
 
 pytestmark = pytest.mark.gpu
 SIZES = {
@@ -33,10 +33,6 @@ def moved(x, to):
     return None if x is None else x.to(to)
 
 
-def layer_weights(cache: ReplayCache, weights, to):
-    return type(weights)(*(x.to(to) if isinstance(x, torch.Tensor) else x for x in weights))
-
-
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double().cpu() - b.double()).norm() / b.double().norm())
 
@@ -47,7 +43,7 @@ def test_kernels_equal_fp64(name: str, geometry: Geometry, format: str, generato
     """40 steps: plain, drafts with random acceptance, padding rows, rows without tokens."""
     ours, exact = caches(name, geometry, 4, format=format, max_tokens=4)
     weights = make_weights(exact, generator)
-    on_gpu, in_fp64 = layer_weights(ours, weights, "cuda"), layer_weights(exact, weights, torch.float64)
+    on_gpu, in_fp64 = cast(weights, "cuda"), cast(weights, torch.float64)
     state_bound = {"fp32": 2e-6, "split16": 2e-6, "bf16": 2e-2, "fp16": 4e-3}[
         format
     ]  # 16 bit: 2^-8, 2^-11, few flushes
@@ -80,7 +76,7 @@ def test_bitwise_repeatable_and_independent_of_neighbours(name: str, generator: 
         rows = 8 if run % 2 else 3
         cache, _ = caches(name, geometry, 8)
         cache.cursors.flush_at.fill_(16)
-        weights = layer_weights(cache, make_weights(cache, torch.Generator().manual_seed(1)), "cuda")
+        weights = cast(make_weights(cache, torch.Generator().manual_seed(1)), "cuda")
         inputs = inputs or [make_inputs(cache, 8, 1, generator) for _ in range(20)]
         for x in inputs:
             step = cache.begin(torch.arange(rows, device="cuda"))
@@ -97,7 +93,7 @@ def test_state_error_after_32k_tokens(name: str, generator: torch.Generator) -> 
     geometry = Geometry(2, 1 if name != "kda" else 2, 64, 64)
     ours, exact = caches(name, geometry, 1, format="split16", max_tokens=16)
     weights = make_weights(exact, generator, A_log=torch.full((2,), -7.0))
-    on_gpu, in_fp64 = layer_weights(ours, weights, "cuda"), layer_weights(exact, weights, torch.float64)
+    on_gpu, in_fp64 = cast(weights, "cuda"), cast(weights, torch.float64)
     slot = torch.tensor([0])
     errors = []
     for i in range(2048):
@@ -114,19 +110,6 @@ def test_state_error_after_32k_tokens(name: str, generator: torch.Generator) -> 
     assert max(errors) < 1e-5, errors
 
 
-def captured(step) -> torch.cuda.CUDAGraph:
-    """A graph of step(), warmed up first."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
-
-
 @pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.parametrize("rows", [4, 24])
 @pytest.mark.parametrize("name", recurrences.names())
@@ -135,7 +118,7 @@ def test_one_captured_step_serves_every_step(name: str, rows: int, T: int, gener
     geometry, count = SIZES[name][0], 24
     ours, exact = caches(name, geometry, count, max_tokens=T)
     weights = make_weights(exact, generator)
-    on_gpu, in_fp64 = layer_weights(ours, weights, "cuda"), layer_weights(exact, weights, torch.float64)
+    on_gpu, in_fp64 = cast(weights, "cuda"), cast(weights, torch.float64)
     slots, lengths, counts = (torch.full((rows,), PAD_SLOT, device="cuda"), *torch.zeros(2, rows, device="cuda").long())
     inputs = [moved(x, "cuda") for x in make_inputs(ours, rows, T, generator)]
 
@@ -175,7 +158,7 @@ def test_one_captured_step_serves_every_step(name: str, rows: int, T: int, gener
 def test_a_hundred_runs_of_one_step_agree_bitwise(name: str, generator: torch.Generator) -> None:
     """A replayed graph on the same memory, rows that flush among them."""
     ours, _ = caches(name, SIZES[name][0], 64, format="split16", dtype=torch.bfloat16)
-    weights = layer_weights(ours, make_weights(ours, generator), "cuda")
+    weights = cast(make_weights(ours, generator), "cuda")
     slots = torch.arange(64, device="cuda")
     inputs = [moved(x, "cuda") for x in make_inputs(ours, 64, 1, generator)]
     outputs = []
@@ -201,7 +184,7 @@ def test_a_hundred_runs_of_one_step_agree_bitwise(name: str, generator: torch.Ge
 
 def test_counts_out_of_range_are_clamped_and_counted(generator: torch.Generator) -> None:
     cache, _ = caches("gdn", Geometry(4, 2, 16, 16), 3, max_tokens=2)
-    weights = layer_weights(cache, make_weights(cache, generator), "cuda")
+    weights = cast(make_weights(cache, generator), "cuda")
     slots = torch.tensor([2, PAD_SLOT, 0], device="cuda")
     step = cache.begin(slots, torch.tensor([7, 9, 2], device="cuda"), tokens=2)
     y = decode_layer(cache, 0, step, *(moved(x, "cuda") for x in make_inputs(cache, 3, 2, generator)), weights)

@@ -64,13 +64,7 @@ def convolve(
         ValueError: a shape, dtype or device that is not the cache's. Nothing changes.
     """
     where = f"{cache.recurrence.name}.convolve"
-    if cache.conv is None:
-        raise ValueError(f"{where}: this cache was made without conv; give ReplayCache a ConvGeometry.")
-    C, W = cache.conv
-    checks.tensor(where, "x", x, "[B, T, C]", (step.rows, step.tokens, C), cache.dtype, cache.device)
-    checks.tensor(where, "weight", weight, "[C, W]", (C, W), None, cache.device)
-    if bias is not None:
-        checks.tensor(where, "bias", bias, "[C]", (C,), None, cache.device)
+    _check_convolution(where, cache, step, x, weight, bias)
     return cache.implementation.convolve(cache._layer(where, layer), step, x, weight, bias)
 
 
@@ -103,11 +97,9 @@ def decode_layer(
     recurrence, (H, _, V, K) = cache.recurrence, cache.geometry
     where = f"{recurrence.name}.decode_layer"
     B, T = step.rows, step.tokens
-    if cache.conv is None:
-        raise ValueError(f"{where}: this cache was made without conv; give ReplayCache a ConvGeometry, or use decode.")
     if not isinstance(weights, recurrence.weights):
         raise ValueError(f"{where}: weights must be a {recurrence.name}.Weights; got {type(weights).__name__}.")
-    checks.tensor(where, "x", x, "[B, T, C]", (B, T, cache.conv.channels), cache.dtype, cache.device)
+    _check_convolution(where, cache, step, x, weights.conv_weight, weights.conv_bias)
     if (raw_g is None) == recurrence.delta:
         needed = "given" if recurrence.delta else "None, since dt decides the decay"
         raise ValueError(f"{where}: raw_g must be {needed}; got {'None' if raw_g is None else 'a tensor'}.")
@@ -117,9 +109,17 @@ def decode_layer(
     checks.tensor(where, "raw_w", raw_w, "[B, T, H]", (B, T, H), None, cache.device)
     if gate is not None:
         checks.tensor(where, "gate", gate, "[B, T, H, V]", (B, T, H, V), None, cache.device)
-    C, W = cache.conv
-    checks.tensor(where, "conv_weight", weights.conv_weight, "[C, W]", (C, W), None, cache.device)
-    if weights.conv_bias is not None:
-        checks.tensor(where, "conv_bias", weights.conv_bias, "[C]", (C,), None, cache.device)
     state = cache._layer(where, layer, step)
     return cache.implementation.decode_layer(cache, state, step, Raw(x, raw_g, raw_w), weights, gate)
+
+
+def _check_convolution(
+    where: str, cache: ReplayCache, step: AnyStep, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> None:
+    if cache.conv is None:
+        raise ValueError(f"{where}: this cache was made without conv; give ReplayCache a ConvGeometry.")
+    C, W = cache.conv
+    checks.tensor(where, "x", x, "[B, T, C]", (step.rows, step.tokens, C), cache.dtype, cache.device)
+    checks.tensor(where, "weight", weight, "[C, W]", (C, W), None, cache.device)
+    if bias is not None:
+        checks.tensor(where, "bias", bias, "[C]", (C,), None, cache.device)

@@ -295,13 +295,7 @@ class ReplayCache:
         where = f"{self.recurrence.name}.commit"
         if (path is None) != (step.parent is None) or (path is not None and n is not None):
             raise ValueError(f"{where}: a tree is committed by path, a chain by n; this step is a {step.kind}.")
-        if isinstance(step, DeviceStep):
-            if path is not None:
-                n = self._compact(step, self._check_path(where, step, path))
-            elif n is not None:
-                n = checks.counts(where, "n", n, step.rows, self.device)
-            return self.implementation.commit(self, step, n)
-        if not torch.equal(self.cursors.num_pending[step.slots], step.lengths):
+        if isinstance(step, Step) and not torch.equal(self.cursors.num_pending[step.slots], step.lengths):
             raise ValueError(
                 f"{where}: this step was committed already, or another began after it; commit a step once."
             )
@@ -309,7 +303,9 @@ class ReplayCache:
             n = self._compact(step, self._check_path(where, step, path))
         elif n is not None:
             n = checks.counts(where, "n", n, step.rows, self.device)
-            checks.within(where, "n", step.select(n), step.lengths, step.slots, "Only tokens of the step can count.")
+            if isinstance(step, Step):
+                why = "Only tokens of the step can count."
+                checks.within(where, "n", step.select(n), step.lengths, step.slots, why)
         self.implementation.commit(self, step, n)
 
     def _compact(self, step: AnyStep, path: Tensor) -> Tensor:

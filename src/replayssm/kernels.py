@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from replayssm.ring import DeviceStep, LayerState
+from replayssm.ring import DeviceStep, LayerState, folds_after_read
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -46,14 +46,13 @@ class Pool(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """The pools of ring.Records, and the convolution's."""
+    """The pools of ring.Records but `back`, which kernels do without, and the convolution's."""
 
     k: Pool
     v: Pool
     g: Pool
     w: Pool
     norm: Pool
-    back: Pool
     conv: Pool | None
 
 
@@ -205,8 +204,15 @@ def keep(
 
 
 @triton.jit
-def store_values(ring, slot, place, o_c, b_v, m_c, V: tl.constexpr, R: tl.constexpr):
-    """Value channels o_c of one token into the ring."""
+def append(
+    ring, weights, slot, end, i, place, i_g, o_k, o_c, b_k, b_xk, b_v, b_xv, m_k, m_c, K_FIRST: tl.constexpr,
+    V_FIRST: tl.constexpr, C: tl.constexpr, L: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Key of a group and value channels o_c of token i into the ring, and the raw inputs they came from."""
+    keep(ring.conv, weights, slot, end, i, i_g * K + o_k, b_xk, m_k, K_FIRST, C, L)
+    keep(ring.conv, weights, slot, end, i, o_c, b_xv, m_c, V_FIRST, C, L)
+    p_k = ring.k.data + slot * ring.k.slot + (i_g * R + place) * K + o_k
+    tl.store(p_k, b_k.to(ring.k.data.dtype.element_ty), mask=m_k)
     p_v = ring.v.data + slot * ring.v.slot + (o_c // V * R + place) * V + o_c % V
     tl.store(p_v, b_v.to(ring.v.data.dtype.element_ty), mask=m_c)
 
@@ -230,7 +236,7 @@ def carry_kernel(
     inputs, ring, weights, table, parent, kin, t, c,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr,
-    CARRY: tl.constexpr, PDL: tl.constexpr,
+    CHANNEL: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Append and carry, one program per BJ heads of a key group and row: grid (programs of a row, B).
 
@@ -253,7 +259,7 @@ def carry_kernel(
         from_c = (i_g * J + i_j * BJ) * V
         CARRY(
             inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_j, from_c, tl.minimum(BJ, J - i_j * BJ) * V, B,
-            T, H, G, V, K, R, L, W, BR, BK, BJ, BC,
+            T, H, G, V, K, R, L, W, BR, BK, BJ, BC, CHANNEL, GATES,
         )  # fmt: skip
 
 
@@ -310,17 +316,23 @@ def zero_tile(y, row, i_h, i_v, T: tl.constexpr, H: tl.constexpr, V: tl.constexp
 
 
 @triton.jit
+def tile(i_h, o_v, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """Where rows o_v of one head's state lie in a slot, and which of them are there: [BV, BK] both."""
+    o_k = tl.arange(0, BK)
+    return (i_h * V + o_v[:, None]) * K + o_k, (o_v < V)[:, None] & (o_k < K)
+
+
+@triton.jit
 def load_tile(high, slot, i_h, i_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr):
-    """Rows i_v of V of one head's checkpoint, as tokens read it: [BV, BK]."""
-    o_v, o_k = i_v * BV + tl.arange(0, BV), tl.arange(0, BK)
-    at = (i_h * V + o_v[:, None]) * K + o_k
-    return load_read(high.data + slot * high.slot + at, (o_v < V)[:, None] & (o_k < K))
+    """Part i_v of one head's checkpoint, as tokens read it: [BV, BK]."""
+    at, mask = tile(i_h, i_v * BV + tl.arange(0, BV), V, K, BK)
+    return load_read(high.data + slot * high.slot + at, mask)
 
 
 @triton.jit
 def load_record(
     ring, slot, place, more, i_h, o_v, o_k,
-    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
     DELTA: tl.constexpr,
 ):  # fmt: skip
     """k [BK], 1 / |k| (delta rule), v [BV], g [BK] or one, and w of a record: as stored, so that none is waited for."""
@@ -331,29 +343,31 @@ def load_record(
     if DELTA:
         norm = tl.load(ring.norm.data + slot * ring.norm.slot + i_g * R + place, mask=more, other=0.0)
     b_v = tl.load(ring.v.data + slot * ring.v.slot + (i_h * R + place) * V + o_v, mask=(o_v < V) & more, other=0.0)
-    p_g = ring.g.data + slot * ring.g.slot + (i_h * R + place) * E
-    if E > 1:
-        b_g = tl.load(p_g + o_k, mask=m_k, other=0.0)
+    p_g = ring.g.data + slot * ring.g.slot
+    if CHANNEL:
+        b_g = tl.load(p_g + (i_h * R + place) * K + o_k, mask=m_k, other=0.0)
     else:
-        b_g = tl.load(p_g, mask=more, other=0.0)
+        b_g = tl.load(p_g + i_h * R + place, mask=more, other=0.0)
     return b_k, norm, b_v, b_g, tl.load(ring.w.data + slot * ring.w.slot + i_h * R + place, mask=more, other=0.0)
 
 
 @triton.jit
 def fold_tile(
     b_s, ring, slot, first, count, i_h, o_v,
-    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
     BK: tl.constexpr, DELTA: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """The tile b_s [BV, BK] after `count` records from place `first`, by the recurrence; the next is on its way."""
     o_k = tl.arange(0, BK)
-    b_k, norm, b_v, b_g, weight = load_record(ring, slot, first, 0 < count, i_h, o_v, o_k, H, G, V, K, R, E, DELTA)
+    b_k, norm, b_v, b_g, weight = load_record(
+        ring, slot, first, 0 < count, i_h, o_v, o_k, H, G, V, K, R, CHANNEL, DELTA
+    )
     place, i = first, 0
     while i < count:
         i += 1
         place = tl.where(place + 1 < R, place + 1, 0)
         next_k, next_norm, next_v, next_g, next_w = load_record(
-            ring, slot, place, i < count, i_h, o_v, o_k, H, G, V, K, R, E, DELTA
+            ring, slot, place, i < count, i_h, o_v, o_k, H, G, V, K, R, CHANNEL, DELTA
         )  # fmt: skip
         b_s = STEP(b_s, b_k.to(tl.float32) * norm, b_v.to(tl.float32), b_g, weight)
         b_k, norm, b_v, b_g, weight = next_k, next_norm, next_v, next_g, next_w
@@ -363,7 +377,7 @@ def fold_tile(
 @triton.jit
 def flush_tile(
     b_s, high, low, ring, table, i_b, i_h, i_v, B,
-    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
     BV: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
@@ -376,15 +390,14 @@ def flush_tile(
     if folds > 0:
         slot, first, _, _, _, _ = load_row(table, i_b, B)
         for i_f in range(BV // BF):
-            o_v, o_k = i_v * BV + i_f * BF + tl.arange(0, BF), tl.arange(0, BK)
-            at = (i_h * V + o_v[:, None]) * K + o_k
-            mask = (o_v < V)[:, None] & (o_k < K)
+            o_v = i_v * BV + i_f * BF + tl.arange(0, BF)
+            at, mask = tile(i_h, o_v, V, K, BK)
             p_high, p_low = high.data + slot * high.slot + at, low.data + slot * low.slot + at
             if BF < BV or FORMAT == "split16":
                 b_f = load_update(p_high, p_low, mask, FORMAT)
             else:
                 b_f = b_s
-            b_f = fold_tile(b_f, ring, slot, first, folds, i_h, o_v, H, G, V, K, R, E, BK, DELTA, STEP)
+            b_f = fold_tile(b_f, ring, slot, first, folds, i_h, o_v, H, G, V, K, R, CHANNEL, BK, DELTA, STEP)
             store_planes(p_high, p_low, b_f, mask, FORMAT)
 
 
@@ -392,7 +405,7 @@ def flush_tile(
 def read_kernel(
     high, low, ring, table, t, c, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, E: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr,
+    R: tl.constexpr, CHANNEL: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr,
     BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """read_tile for every tile, head and row, and the flush of rows that are due: grid (V / BV, H, B).
@@ -409,17 +422,19 @@ def read_kernel(
         b_s = load_tile(high, slot, i_h, i_v, V, K, BV, BK)
         read_tile(b_s, ring, table, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, N, V, K, R, BP, BT, BV, BK, PDL)
         if STEP is not None:
-            flush_tile(b_s, high, low, ring, table, i_b, i_h, i_v, B, H, G, V, K, R, E, BV, BF, BK, DELTA, FORMAT, STEP)
+            flush_tile(
+                b_s, high, low, ring, table, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BV, BF, BK, DELTA,
+                FORMAT, STEP,
+            )  # fmt: skip
 
 
 @triton.jit
 def decode_kernel(
     high, low, inputs, ring, weights, table, parent, kin, t, c, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, E: tl.constexpr, L: tl.constexpr, W: tl.constexpr, BP: tl.constexpr,
-    BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr,
-    FORMAT: tl.constexpr,
-    CARRY: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+    BF: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr,
+    FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Carry and read in one launch, for small batches: grid (V / BV, H, B), arguments as in both.
 
@@ -434,18 +449,21 @@ def decode_kernel(
         b_s = load_tile(high, slot, i_h, i_v, V, K, BV, BK)
         CARRY(
             inputs, ring, weights, table, parent, kin, t, c, i_b, i_h // J, i_h % J, i_h * V + i_v * BV,
-            tl.minimum(BV, V - i_v * BV), B, T, H, G, V, K, R, L, W, BR, BK, 1, BV,
+            tl.minimum(BV, V - i_v * BV), B, T, H, G, V, K, R, L, W, BR, BK, 1, BV, CHANNEL, GATES,
         )  # fmt: skip
         tl.debug_barrier()  # t, c and v are in memory, for other threads of this program
         read_tile(b_s, ring, table, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, N, V, K, R, BP, BT, BV, BK, False)
         if STEP is not None:
-            flush_tile(b_s, high, low, ring, table, i_b, i_h, i_v, B, H, G, V, K, R, E, BV, BF, BK, DELTA, FORMAT, STEP)
+            flush_tile(
+                b_s, high, low, ring, table, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BV, BF, BK, DELTA,
+                FORMAT, STEP,
+            )  # fmt: skip
 
 
 @triton.jit
 def fold_kernel(
     high, low, out_high, out_low, ring, slots, start, counts,
-    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
     BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr,
     STEP: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
@@ -457,11 +475,10 @@ def fold_kernel(
     slot, count = tl.load(slots + i_n).to(tl.int64), tl.load(counts + i_n)
     i_out = slot if IN_PLACE else i_n.to(tl.int64)
     if (not IN_PLACE) or ((slot >= 0) & (count > 0)):
-        o_v, o_k = i_v * BV + tl.arange(0, BV), tl.arange(0, BK)
-        at = (i_h * V + o_v[:, None]) * K + o_k
-        mask = (o_v < V)[:, None] & (o_k < K)
+        o_v = i_v * BV + tl.arange(0, BV)
+        at, mask = tile(i_h, o_v, V, K, BK)
         b_s = load_update(high.data + slot * high.slot + at, low.data + slot * low.slot + at, mask, FORMAT)
-        b_s = fold_tile(b_s, ring, slot, tl.load(start + i_n), count, i_h, o_v, H, G, V, K, R, E, BK, DELTA, STEP)
+        b_s = fold_tile(b_s, ring, slot, tl.load(start + i_n), count, i_h, o_v, H, G, V, K, R, CHANNEL, BK, DELTA, STEP)
         store_planes(
             out_high.data + i_out * out_high.slot + at, out_low.data + i_out * out_low.slot + at, b_s, mask, OUT
         )
@@ -506,9 +523,9 @@ class Launch(NamedTuple):
     fold_v: int
 
 
-def launch(recurrence: Any, geometry: Any, rows: int, tokens: int, read_bytes: int) -> Launch:
-    """Launch choices, found on an NVIDIA H200 (docs/log.md)."""
-    H, G, V, K = geometry
+def launch(recurrence: Any, geometry: Any, rows: int) -> Launch:
+    """Launch choices for plain decoding, found on an NVIDIA H200 (docs/log.md, 2026-11-30)."""
+    H, G, V, _ = geometry
     together = rows * H <= 256
     return Launch(
         together=together,
@@ -527,8 +544,8 @@ def dependent_launches(device: torch.device) -> bool:
 
 def pools(layer: LayerState) -> Ring:
     """A layer's pools as kernels take them."""
-    k, v, g, w, norm, back = (Pool(pool, pool.stride(0)) for pool in layer.ring)
-    return Ring(k, v, g, w, norm, back, Pool(layer.conv, layer.conv.stride(0)) if layer.conv.numel() else None)
+    k, v, g, w, norm, _ = (Pool(pool, pool.stride(0)) for pool in layer.ring)
+    return Ring(k, v, g, w, norm, Pool(layer.conv, layer.conv.stride(0)) if layer.conv.numel() else None)
 
 
 def planes(tensors: tuple[Tensor, ...]) -> tuple[Pool, Pool]:
@@ -564,22 +581,21 @@ def decode(
     t = torch.empty(B, N, T, K, dtype=torch.float32, device=device)
     c = torch.empty(B, H, T, 1 + R, dtype=torch.float32, device=device)
     (high, low), ring, table = planes(layer.checkpoint), pools(layer), step.table
-    chosen = launch(recurrence, geometry, B, T, high.data.element_size())
+    chosen = launch(recurrence, geometry, B)
     PDL = dependent_launches(device)
-    deferred = R - window <= window
+    deferred = folds_after_read(R, window)
     sizes = {
-        "T": T, "H": H, "G": G, "V": V, "K": K, "R": R, "E": layer.ring.g.shape[3], "BK": triton.next_power_of_2(K),
-        "DELTA": recurrence.delta, "FORMAT": format, "STEP": module.step,
+        "T": T, "H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K),
+        "CHANNEL": recurrence.channel_gate,
     }  # fmt: skip
     reading = sizes | {
         "N": N, "BP": triton.next_power_of_2(window), "BT": triton.next_power_of_2(T), "BV": chosen.read_v,
-        "BF": chosen.fold_v, "PDL": PDL,
-        "num_warps": chosen.read_warps, "STEP": module.step if deferred else None,
+        "BF": chosen.fold_v, "DELTA": recurrence.delta, "FORMAT": format, "STEP": module.step if deferred else None,
+        "num_warps": chosen.read_warps,
     }  # fmt: skip
-    carrying = {
-        "T": T, "H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K), "L": layer.conv.shape[1],
-        "W": 1 if weights.conv_weight is None else weights.conv_weight.shape[1],
-        "CARRY": module.carry, "BR": triton.next_power_of_2(window + T - 1), "PDL": PDL,
+    carrying = sizes | {
+        "L": layer.conv.shape[1], "W": 1 if weights.conv_weight is None else weights.conv_weight.shape[1],
+        "BR": triton.next_power_of_2(window + T - 1), "CARRY": module.carry, "GATES": module.gates,
     }  # fmt: skip
     if skip is not None:
         skip = (skip[:, None] if skip.ndim == 1 else skip).expand(H, V)
@@ -596,11 +612,11 @@ def decode(
         return y
     carry_kernel[(G * triton.cdiv(H // G, chosen.carry_heads), B)](
         inputs, ring, weights, table, step.parent, step.kin, t, c,
-        **carrying, BJ=chosen.carry_heads, BC=triton.next_power_of_2(chosen.carry_heads * V),
+        **carrying, PDL=PDL, BJ=chosen.carry_heads, BC=triton.next_power_of_2(chosen.carry_heads * V),
         num_warps=chosen.carry_warps,
     )  # fmt: skip
     read_kernel[grid](
-        high, low, ring, table, t, c, *outputs, **reading, **({"launch_pdl": True} if PDL else {})
+        high, low, ring, table, t, c, *outputs, **reading, PDL=PDL, **({"launch_pdl": True} if PDL else {})
     )  # fmt: skip
     return y
 
@@ -641,6 +657,7 @@ def _launch_fold(
     BV = min(32, triton.next_power_of_2(V))
     fold_kernel[(triton.cdiv(V, BV), H, len(slots))](
         *planes(layer.checkpoint), *planes(into), pools(layer), slots, start, counts,
-        H=H, G=G, V=V, K=K, R=R, E=layer.ring.g.shape[3], BV=BV, BK=triton.next_power_of_2(K), DELTA=recurrence.delta,
-        FORMAT=format, OUT=out, STEP=recurrence.kernel().step, IN_PLACE=into is layer.checkpoint, num_warps=4,
+        H=H, G=G, V=V, K=K, R=R, BV=BV, BK=triton.next_power_of_2(K), CHANNEL=recurrence.channel_gate,
+        DELTA=recurrence.delta, FORMAT=format, OUT=out, STEP=recurrence.kernel().step,
+        IN_PLACE=into is layer.checkpoint, num_warps=4,
     )  # fmt: skip

@@ -124,6 +124,14 @@ def due(c: Cursors, lengths: Tensor | int) -> Tensor:
     return (c.live == 1) & (c.num_committed > 0) & (c.num_committed + lengths > c.flush_at)
 
 
+def folds_after_read(length: int, window: int) -> bool:
+    """Whether a layer on a device may read a due checkpoint first and fold it then: the step's tokens fit in beside.
+
+    True where max_tokens <= window, with a ring of `length` = window + max_tokens places.
+    """
+    return length - window <= window
+
+
 def places(start: Tensor, first: Tensor, count: int, length: int) -> Tensor:
     """Ring places of `count` records in a row, from record number `first`: [B], [B] -> [B, count]."""
     return ((start + first)[:, None] + torch.arange(count, device=start.device)) % length

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.ring import Cursors, DeviceStep, Sizes, ancestors
+from replayssm.ring import Cursors, DeviceStep, Sizes, ancestors, folds_after_read
 
 BLOCK = 128
 # Rows of the cursor tensor [8, S], by their names in Cursors
@@ -105,7 +105,7 @@ def begin(cursors: Tensor, sizes: Sizes, given: Tensor, lengths: Tensor | None, 
         begin_kernel[(triton.cdiv(rows, BLOCK),)](
             cursors, given, lengths, table, cursors.shape[1], rows,
             T=tokens, R=sizes.ring, MOST=sizes.most_reach, WINDOW=sizes.window,
-            DEFERRED=sizes.ring - sizes.window <= sizes.window, BLOCK=BLOCK,
+            DEFERRED=folds_after_read(sizes.ring, sizes.window), BLOCK=BLOCK,
         )  # fmt: skip
     return table
 

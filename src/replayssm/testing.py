@@ -6,7 +6,7 @@ second run says how far an honest implementation strays; that, times MARGIN, is 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +99,7 @@ class Twin:
         assert cache.conv is not None
         self.cache, self.layer, self.conv = cache, layer, cache.conv
         self.recurrence, self.geometry, self.format = cache.recurrence, cache.geometry, cache.format
-        self.weights = {dtype: _cast(weights, dtype) for dtype in (torch.float64, torch.float32)}
+        self.weights = {dtype: cast(weights, dtype) for dtype in (torch.float64, torch.float32)}
         self.history: dict[int, list[_Node]] = {}
         self.pending: dict[int, list[_Node]] = {}
         self.stray = {"y": 0.0, "state": 0.0}
@@ -232,8 +232,22 @@ class Twin:
         return y, after
 
 
-def _cast(weights: Any, dtype: torch.dtype) -> Any:
-    return type(weights)(*(x.to(dtype) if isinstance(x, Tensor) else x for x in weights))
+def cast(weights: Any, to: torch.dtype | torch.device | str) -> Any:
+    """A recurrence's Weights in another dtype or on another device."""
+    return type(weights)(*(x.to(to) if isinstance(x, Tensor) else x for x in weights))
+
+
+def captured(step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of step(), which runs once before."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
 
 
 def checksum(cache: ReplayCache) -> list[Tensor]:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from replayssm.bench import replay
 from replayssm.recurrences import Geometry
 from replayssm.testing import LayerInputs
 
@@ -150,25 +151,12 @@ def tune(
 
 def microseconds(run: Callable[[int], Any], layers: int, replays: int = 15) -> float:
     """Median microseconds per layer of one step of all layers, in a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for layer in range(min(2, layers)):
-            run(layer)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def step() -> None:
         for layer in range(layers):
             run(layer)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-    for _ in range(2):
-        graph.replay()
-    for i, mark in enumerate(marks):
-        if i:
-            graph.replay()
-        mark.record()
-    torch.cuda.synchronize()
-    return median(first.elapsed_time(second) for first, second in zip(marks, marks[1:], strict=False)) * 1e3 / layers
+
+    return median(replay(step, 3, replays)) / layers
 
 
 _FOUND: dict[tuple[str, Geometry, int, torch.dtype], Launch] = {}

@@ -15,7 +15,6 @@ out.
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Annotated, Any
@@ -27,9 +26,10 @@ from rich.table import Table
 from torch import Tensor
 
 from replayssm import ConvGeometry, Geometry, ReplayCache, decode_layer, recurrences
-from replayssm.bench import append_rows, baselines
+from replayssm import formats as storage
+from replayssm.bench import append_rows, baselines, replay
 from replayssm.compare import provenance
-from replayssm.testing import LayerInputs, make_inputs, make_weights
+from replayssm.testing import LayerInputs, cast, make_inputs, make_weights
 
 WINDOW = 16
 CASES = {
@@ -127,15 +127,13 @@ class _Ours:
 def layer_weights(cache: ReplayCache, generator: torch.Generator) -> Any:
     """Parameters as engines keep them: the convolution's in bf16 (laid out by tap), the others in fp32, no bias."""
     changes = {"beta_scale": 1.0} if cache.recurrence.delta else {}
-    weights = make_weights(cache, generator, conv_bias=None, **changes)
-    weights = type(weights)(*(x.to(cache.device) if isinstance(x, Tensor) else x for x in weights))
+    weights = cast(make_weights(cache, generator, conv_bias=None, **changes), cache.device)
     return weights._replace(conv_weight=weights.conv_weight.bfloat16().t().contiguous().t())
 
 
-def stack(case: str, rows: int, fmt: str) -> int:
-    """Layers that make the L2 cache cold: 400 MB of state that is read, 2 to 48 of them."""
+def stack(case: str, rows: int, width: int) -> int:
+    """Layers that make the L2 cache cold: 400 MB of state that is read, `width` bytes an element, 2 to 48 of them."""
     _, (H, _, V, K) = CASES[case]
-    width = 4 if fmt == "fp32" else 2
     return max(2, min(48, -(-400_000_000 // (rows * H * V * K * width))))
 
 
@@ -151,7 +149,7 @@ def measure(
     best = min(others, key=lambda other: other["us"])
     measured = []
     for staggered in (True, False):
-        layers = stack(case, rows, fmt)
+        layers = stack(case, rows, storage.get(fmt).read_bytes)
         ours = _Ours(case, rows, fmt, layers, staggered)
         steps = [us / layers for us in replay(ours.step, 2 * WINDOW, 8 * WINDOW)]
         windows = sorted(sum(steps[i : i + WINDOW]) / WINDOW for i in range(0, len(steps), WINDOW))
@@ -195,16 +193,13 @@ def measure(
 def public(case: str, rows: int, state: torch.dtype, known: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """Name, launch and us of every public kernel that runs this case."""
     name, geometry = CASES[case]
-    generator = torch.Generator().manual_seed(0)
-    layers = max(2, min(48, -(-400_000_000 // (rows * geometry.H * geometry.V * geometry.K * state.itemsize))))
+    layers = stack(case, rows, state.itemsize)
     ours = _Ours(case, rows, "fp32", 1, True)
     results = []
     for kind in baselines.kinds(name):
         try:
             launch = None if known is None else nearest(known, kind, geometry, rows, state)
-            step = baselines.build(
-                kind, geometry, rows, layers, state, ours.inputs, layer_weights(ours.cache, generator), launch
-            )
+            step = baselines.build(kind, geometry, rows, layers, state, ours.inputs, ours.weights, launch)
         except ValueError as refusal:  # this kernel keeps no such state
             print(f"{kind} {case} {state}: {refusal}")
             continue
@@ -264,27 +259,6 @@ def check(case: str, rows: int, fmt: str, steps: int = 20) -> dict[str, float]:
     if not (worst < most_y and off < most_state):
         raise RuntimeError(f"{case} B={rows} {fmt}: outputs off by {worst:.2g}, states by {off:.2g}; no row is written")
     return {"y": worst, "state": off}
-
-
-def replay(step: Callable[[], Any], warm: int, count: int) -> list[float]:
-    """Microseconds of every replay of a graph of `step`."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for _ in range(warm - 1):  # the step before the capture was one
-        graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    return [1e3 * a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
 
 
 def ceilings() -> dict[str, float]:

@@ -7,7 +7,7 @@ a time (docs/log.md). So nothing here needs the ring's `back`.
 import triton
 import triton.language as tl
 
-from replayssm.kernels import channels, expm1, keep, load_row, sigmoid, softplus, store_values
+from replayssm.kernels import append, channels, expm1, keep, load_row, sigmoid, softplus
 
 
 @triton.jit
@@ -27,37 +27,26 @@ def carry(
     inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_j, from_c, count, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """t and c of one head (BJ is 1), t [B, H, T, K]; arguments as in mamba2."""
-    walk(
-        inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_g * (H // G) + i_j, from_c, count, B,
-        T, H, G, V, K, R, L, W, BR, BK, BC, 1, gates,
-    )  # fmt: skip
-
-
-@triton.jit
-def walk(
-    inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_h, from_c, count, B,
-    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    L: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, E: tl.constexpr,
-    GATES: tl.constexpr,
+    CHANNEL: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
     """c_j = w_j (k_j . t), t <- a_j (t - c_j k_j), from the newest record to the oldest; c_0 = 1.
 
-    E gates a record: 1, or K (kda). The next record is on its way while the present one is applied.
+    For one head (BJ is 1), t [B, H, T, K]; arguments as in mamba2. A gate per record, or (CHANNEL, kda) one per key
+    channel. The next record is on its way while the present one is applied.
     """
+    E: tl.constexpr = K if CHANNEL else 1
     C: tl.constexpr = 2 * G * K + H * V
     K_FIRST: tl.constexpr = G * K
     V_FIRST: tl.constexpr = 2 * G * K
     slot, first, before, length, end, row = load_row(table, i_b, B)
+    i_h = i_g * (H // G) + i_j
     o_k, o_r = tl.arange(0, BK), tl.arange(0, BR)
     o_x, o_c = i_g * K + o_k, from_c + tl.arange(0, BC)
     m_k, m_c = o_k < K, tl.arange(0, BC) < count
-    m_e = m_k if E > 1 else length > 0
-    dtype: tl.constexpr = ring.k.data.dtype.element_ty
+    m_e = m_k if CHANNEL else length > 0
     p_k = ring.k.data + slot * ring.k.slot + i_g * R * K + o_k
     p_norm = ring.norm.data + slot * ring.norm.slot + i_g * R
-    p_g = ring.g.data + slot * ring.g.slot + i_h * R * E + (o_k if E > 1 else 0)
+    p_g = ring.g.data + slot * ring.g.slot + i_h * R * E + (o_k if CHANNEL else 0)
     p_w = ring.w.data + slot * ring.w.slot + i_h * R
     # (1) several tokens' own records
     if T > 1:
@@ -70,10 +59,10 @@ def walk(
                 inputs.v, ring.conv, weights, parent, row, i, slot, end, o_c, m_c & m, V_FIRST, C, L, W, T
             )
             b_g, weight = GATES(inputs, weights, row, i, i_h, o_k, m_k, K)
-            keep(ring.conv, weights, slot, end, i, o_x, b_xk, m_k & m, K_FIRST, C, L)
-            keep(ring.conv, weights, slot, end, i, o_c, b_xv, m_c & m, V_FIRST, C, L)
-            store_values(ring, slot, own, o_c, b_v, m_c & m, V, R)
-            tl.store(p_k + own * K, b_k.to(dtype), mask=m_k & m)
+            append(
+                ring, weights, slot, end, i, own, i_g, o_k, o_c, b_k, b_xk, b_v, b_xv, m_k & m, m_c & m,
+                K_FIRST, V_FIRST, C, L, V, K, R,
+            )  # fmt: skip
             tl.store(p_norm + own, 1 / tl.sqrt(tl.sum(b_k * b_k, 0) + 1e-6), mask=m)
             tl.store(p_g + own * E, b_g, mask=m_e & m)
             tl.store(p_w + own, weight, mask=m)
@@ -127,10 +116,10 @@ def walk(
         tl.store(t + ((row * H + i_h) * T + i) * K + o_k, b_t, mask=m_k)
         keep(ring.conv, weights, slot, end, i, o_x, b_xq, m_k & m, 0, C, L)
         if T == 1:
-            keep(ring.conv, weights, slot, end, i, o_x, b_xk, m_k, K_FIRST, C, L)
-            keep(ring.conv, weights, slot, end, i, o_c, b_xv, m_c, V_FIRST, C, L)
-            store_values(ring, slot, own, o_c, b_v, m_c, V, R)
-            tl.store(p_k + own * K, own_k.to(dtype), mask=m_k)
+            append(
+                ring, weights, slot, end, i, own, i_g, o_k, o_c, own_k, b_xk, b_v, b_xv, m_k, m_c,
+                K_FIRST, V_FIRST, C, L, V, K, R,
+            )  # fmt: skip
             tl.store(p_norm + own, norm)
             tl.store(p_g + own * E, own_g, mask=m_e)
             tl.store(p_w + own, own_w)

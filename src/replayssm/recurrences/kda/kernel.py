@@ -4,7 +4,9 @@ import triton
 import triton.language as tl
 
 from replayssm.kernels import expm1, sigmoid, softplus
-from replayssm.recurrences.gdn.kernel import walk
+from replayssm.recurrences.gdn.kernel import carry
+
+__all__ = ["carry", "gates", "step"]
 
 
 @triton.jit
@@ -21,29 +23,11 @@ def gates(inputs, weights, row, i, i_h, o_k, m_k, K: tl.constexpr):
             b_g = -rate * softplus(b_g)
         else:
             b_g = weights.low * sigmoid(rate * b_g)
-    if K == 1:
-        b_g = tl.sum(b_g, 0)  # one gate is a number, as gdn's
     return b_g, b_w
-
-
-@triton.jit
-def carry(
-    inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_j, from_c, count, B,
-    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    L: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """As gdn."""
-    walk(
-        inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_g * (H // G) + i_j, from_c, count, B,
-        T, H, G, V, K, R, L, W, BR, BK, BC, K, gates,
-    )  # fmt: skip
 
 
 @triton.jit
 def step(b_s, b_k, b_v, b_g, weight):
     """S = S Diag(a), then S + w (v - S k) k^T, for a tile [BV, BK]."""
-    if b_s.shape[1] > 1:
-        b_s += expm1(b_g)[None, :] * b_s
-    else:
-        b_s += expm1(b_g) * b_s
+    b_s += expm1(b_g)[None, :] * b_s
     return b_s + (weight * (b_v - tl.sum(b_s * b_k[None, :], 1)))[:, None] * b_k

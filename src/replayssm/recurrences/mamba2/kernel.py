@@ -7,7 +7,7 @@ record's successor on, so that no large sums are subtracted.
 import triton
 import triton.language as tl
 
-from replayssm.kernels import channels, expm1, is_seen, keep, load_row, softplus, store_values
+from replayssm.kernels import append, channels, expm1, is_seen, keep, load_row, softplus
 
 
 @triton.jit
@@ -31,6 +31,7 @@ def carry(
     inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_j, from_c, count, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr,
+    CHANNEL: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
     """The step's records are appended; t = q, c_0 = exp(P_n) and c_j = w_j exp(D_j) (k_j . q).
 
@@ -48,7 +49,6 @@ def carry(
     o_x, o_c = i_g * K + o_k, from_c + tl.arange(0, BC)
     i_h = i_g * J + o_j
     m_j, m_k, m_c = o_j < J, o_k < K, tl.arange(0, BC) < count
-    dtype: tl.constexpr = ring.k.data.dtype.element_ty
     p_k = ring.k.data + slot * ring.k.slot + i_g * R * K + o_k
     p_g = ring.g.data + slot * ring.g.slot + i_h * R
     p_w = ring.w.data + slot * ring.w.slot + i_h * R
@@ -60,11 +60,11 @@ def carry(
                 inputs.k, ring.conv, weights, parent, row, i, slot, end, o_x, m_k & m, K_FIRST, C, L, W, T
             )
             b_v, b_xv = channels(inputs.v, ring.conv, weights, parent, row, i, slot, end, o_c, m_c & m, 0, C, L, W, T)
-            g_n, w_n = gates(inputs, weights, row, i, i_h, m_j & m)
-            keep(ring.conv, weights, slot, end, i, o_x, b_xk, m_k & m, K_FIRST, C, L)
-            keep(ring.conv, weights, slot, end, i, o_c, b_xv, m_c & m, 0, C, L)
-            store_values(ring, slot, own, o_c, b_v, m_c & m, V, R)
-            tl.store(p_k + own * K, b_n.to(dtype), mask=m_k & m)
+            g_n, w_n = GATES(inputs, weights, row, i, i_h, m_j & m)
+            append(
+                ring, weights, slot, end, i, own, i_g, o_k, o_c, b_n, b_xk, b_v, b_xv, m_k & m, m_c & m,
+                K_FIRST, 0, C, L, V, K, R,
+            )  # fmt: skip
             tl.store(p_g + own, g_n, mask=m_j & m)
             tl.store(p_w + own, w_n, mask=m_j & m)
         tl.debug_barrier()
@@ -86,7 +86,7 @@ def carry(
         else:
             b_n, b_xk = channels(inputs.k, ring.conv, weights, parent, row, i, slot, end, o_x, m_k, K_FIRST, C, L, W, T)
             b_v, b_xv = channels(inputs.v, ring.conv, weights, parent, row, i, slot, end, o_c, m_c, 0, C, L, W, T)
-            g_n, w_n = gates(inputs, weights, row, i, i_h, m_j)
+            g_n, w_n = GATES(inputs, weights, row, i, i_h, m_j)
         # (3) sums of g behind every record, [BJ, BR]
         b_d = tl.cumsum(b_d, 1, reverse=True) + g_n[:, None]
         # (4) c_j = w_j exp(D_j) (k_j . q), c_0 = exp(P_n)
@@ -99,10 +99,10 @@ def carry(
         tl.store(t + ((row * G + i_g) * T + i) * K + o_k, b_q, mask=m_k)
         keep(ring.conv, weights, slot, end, i, o_x, b_xq, m_k & m, Q_FIRST, C, L)
         if T == 1:
-            keep(ring.conv, weights, slot, end, i, o_x, b_xk, m_k, K_FIRST, C, L)
-            keep(ring.conv, weights, slot, end, i, o_c, b_xv, m_c, 0, C, L)
-            store_values(ring, slot, own, o_c, b_v, m_c, V, R)
-            tl.store(p_k + own * K, b_n.to(dtype), mask=m_k)
+            append(
+                ring, weights, slot, end, i, own, i_g, o_k, o_c, b_n, b_xk, b_v, b_xv, m_k, m_c,
+                K_FIRST, 0, C, L, V, K, R,
+            )  # fmt: skip
             tl.store(p_g + own, g_n, mask=m_j)
             tl.store(p_w + own, w_n, mask=m_j)
 
