@@ -379,7 +379,12 @@ def test_slot_stride_larger_than_the_slot(case: Case, generator: torch.Generator
         return page[:, :size].unflatten(1, pool.shape[1:]) if size else pool
 
     cache.layers = [
-        type(layer)(tuple(map(paged, layer.checkpoint)), type(layer.ring)(*map(paged, layer.ring)), paged(layer.conv))
+        type(layer)(
+            tuple(map(paged, layer.checkpoint)),
+            type(layer.ring)(*map(paged, layer.ring)),
+            paged(layer.conv),
+            paged(layer.ready),
+        )
         for layer in cache.layers
     ]
     gaps = [page.clone() for page in pages]

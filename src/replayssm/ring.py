@@ -124,8 +124,8 @@ def due(c: Cursors, lengths: Tensor | int) -> Tensor:
     return (c.live == 1) & (c.num_committed > 0) & (c.num_committed + lengths > c.flush_at)
 
 
-def folds_after_read(length: int, window: int) -> bool:
-    """Whether a layer on a device may read a due checkpoint first and fold it then: the step's tokens fit in beside.
+def folds_beside(length: int, window: int) -> bool:
+    """Whether a layer on a device may append a step's records while it folds those that are due: all fit in the ring.
 
     True where max_tokens <= window, with a ring of `length` = window + max_tokens places.
     """
@@ -182,10 +182,9 @@ class DeviceStep(NamedTuple):
 
     Attributes:
         rows, tokens: sizes of the caller's tensors, [rows, tokens, ...].
-        table: int32 [6, rows]. (0) The slot, -1 if the row brings no token, (1) ring_start and (2) num_committed as the
-            step's layers find them, (3) tokens, (4) records that each layer's decode folds into the checkpoint,
-            (5) conv_end. Where max_tokens <= window, a layer reads the checkpoint first and folds
-            then, so (1) and (2) are those of before the flush; otherwise it makes room first, and they are those after.
+        table: int32 [8, rows]. (0) The slot, -1 if the row brings no token, (1) ring_start and (2) num_committed after
+            the flush, (3) tokens, (4) records in front of ring_start that each layer's decode folds into the
+            checkpoint, (5) conv_end, (6) the rows that are due, then -1, (7) the number of this step.
         parent: int32 [rows, T] for a draft tree, None for a chain.
         kin: int8 [rows, T, T], which of the step's tokens each sees, itself included; None for a chain.
     """
@@ -339,8 +338,15 @@ class Records(NamedTuple):
 
 
 class LayerState(NamedTuple):
-    """All tensors of one layer: checkpoint planes [S, H, V, K], the ring, convolution inputs [S, W - 1 + T, C]."""
+    """All tensors of one layer.
+
+    Attributes:
+        checkpoint: planes [S, H, V, K].
+        conv: convolution inputs [S, W - 1 + T, C].
+        ready: int32 [S, H] on a device, else [S, 0]: the newest step whose carry of a head is in memory. Scratch.
+    """
 
     checkpoint: tuple[Tensor, ...]
     ring: Records
     conv: Tensor
+    ready: Tensor

@@ -1,13 +1,27 @@
 """Gated DeltaNet on a GPU: gates, carry and fold in Triton. Equations as in math.md, layout as in mamba2/kernel.py.
 
 The carry is the walk, newest record first: by products it needs registers that a GPU would rather spend on more rows at
-a time (docs/log.md). So nothing here needs the ring's `back`.
+a time (docs/log.md). The own key is carried too: that is its row of `back`, by which the
+fold does without a walk.
 """
 
 import triton
 import triton.language as tl
 
-from replayssm.kernels import append, channels, expm1, keep, load_row, sigmoid, softplus
+from replayssm.kernels import (
+    append,
+    channels,
+    expm1,
+    keep,
+    load_keys,
+    load_row,
+    load_update,
+    load_values,
+    product,
+    sigmoid,
+    softplus,
+    tile,
+)  # fmt: skip
 
 
 @triton.jit
@@ -88,8 +102,8 @@ def carry(
         # (2) the token's own record
         b_k *= norm
         own_c = weight * tl.sum(b_k * b_q, 0)
-        b_t = tl.exp(b_g) * (b_q - own_c * b_k)
-        b_c = tl.zeros([BR], tl.float32)
+        b_t, b_n = tl.exp(b_g) * (b_q - own_c * b_k), tl.exp(b_g) * b_k
+        b_c, b_back = tl.zeros([BR], tl.float32), tl.zeros([BR], tl.float32)
         # (3) all records before it; of a tree, those that it sees
         age = before + i - 1
         while age >= 0:
@@ -105,14 +119,16 @@ def carry(
             next_norm = tl.load(p_norm + place, mask=more, other=0.0)
             next_w = tl.load(p_w + place, mask=more, other=0.0)
             b_next_g = tl.load(p_g + place * E, mask=m_e & more, other=0.0)
-            c_j = weight * tl.sum(b_k * b_t, 0)
-            b_t = tl.exp(b_g) * (b_t - c_j * b_k)
-            b_c = tl.where(o_r == age, c_j, b_c)
+            c_j, n_j, b_a = weight * tl.sum(b_k * b_t, 0), weight * tl.sum(b_k * b_n, 0), tl.exp(b_g)
+            b_t, b_n = b_a * (b_t - c_j * b_k), b_a * (b_n - n_j * b_k)
+            b_c, b_back = tl.where(o_r == age, c_j, b_c), tl.where(o_r == age, -n_j, b_back)
             age -= 1
         p_c = c + ((row * H + i_h) * T + i) * (1 + R)
         tl.store(p_c, 1.0)
         tl.store(p_c + 1 + o_r, b_c, mask=(o_r < R) & (o_r != before + i))
         tl.store(p_c + 1 + before + i, own_c)
+        p_back = ring.back.data + slot * ring.back.slot + (i_h * R + own) * R
+        tl.store(p_back + (first + o_r) % R, b_back, mask=(o_r < before + i) & m)
         tl.store(t + ((row * H + i_h) * T + i) * K + o_k, b_t, mask=m_k)
         keep(ring.conv, weights, slot, end, i, o_x, b_xq, m_k & m, 0, C, L)
         if T == 1:
@@ -126,7 +142,62 @@ def carry(
 
 
 @triton.jit
-def step(b_s, b_k, b_v, b_g, weight):
-    """S = a S + w (v - a S k) k^T for a tile [BV, BK]."""
-    b_s += expm1(b_g) * b_s
-    return b_s + (weight * (b_v - tl.sum(b_s * b_k, 1)))[:, None] * b_k
+def corrected(
+    p_high, p_low, ring, slot, place, count, i_h, o_v, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """U = diag(w) (I + back) (V - exp(P) K S^T), of the `count` records at `place` [BR]: [BV, BR]; keys' norms in it.
+
+    Decays to the end are in it too, but for a gate per channel (`faded` has those).
+    """
+    o_r = tl.arange(0, BR)
+    m_r = o_r < count
+    b_v, b_w = load_values(ring, slot, place, m_r, i_h, o_v, V, R)
+    norm = tl.load(ring.norm.data + slot * ring.norm.slot + i_h // (H // G) * R + place, mask=m_r, other=0.0)
+    p_back = ring.back.data + slot * ring.back.slot + i_h * R * R + place[:, None] * R + place[None, :]
+    b_back = tl.load(p_back, mask=m_r[:, None] & (o_r[None, :] < o_r[:, None]), other=0.0)
+    b_back += (o_r[:, None] == o_r[None, :]).to(tl.float32)
+    scale = b_w * norm
+    if CHANNEL:
+        since = norm
+    else:
+        p_g = ring.g.data + slot * ring.g.slot + i_h * R
+        b_later = tl.load(p_g + (place + 1) % R, mask=o_r + 1 < count, other=0.0)
+        since = norm * tl.exp(tl.cumsum(tl.load(p_g + place, mask=m_r, other=0.0), 0))
+        scale *= tl.exp(tl.cumsum(b_later, 0, reverse=True))
+    b_seen = tl.zeros_like(b_v)
+    for from_k in range(0, K, BC):
+        o_k = from_k + tl.arange(0, BC)
+        b_k = load_keys(ring, slot, place, m_r, i_h, o_k, H, G, K, R)
+        if CHANNEL:
+            b_g = load_gates(ring, slot, place, m_r, i_h, o_k, K, R)
+            b_k = b_k.to(tl.float32) * tl.exp(tl.cumsum(b_g, 0))
+        at, mask = tile(i_h, o_v, o_k, V, K)
+        b_seen += product(load_update(p_high + at, p_low + at, mask, FORMAT), tl.trans(b_k))
+    return product(b_v - since[None, :] * b_seen, tl.trans(b_back)) * scale[None, :]
+
+
+@triton.jit
+def faded(
+    ring, slot, place, count, i_h, o_k, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    CHANNEL: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """Channels o_k of the keys [BR, BC], with a gate per channel decayed to the end, and exp(P_n) - 1."""
+    o_r = tl.arange(0, BR)
+    b_k = load_keys(ring, slot, place, o_r < count, i_h, o_k, H, G, K, R)
+    if CHANNEL:
+        b_g = load_gates(ring, slot, place, o_r < count, i_h, o_k, K, R)
+        b_later = load_gates(ring, slot, (place + 1) % R, o_r + 1 < count, i_h, o_k, K, R)
+        b_k = b_k.to(tl.float32) * tl.exp(tl.cumsum(b_later, 0, reverse=True))
+        grown = expm1(tl.sum(b_g, 0))[None, :]
+    else:
+        b_g = tl.load(ring.g.data + slot * ring.g.slot + i_h * R + place, mask=o_r < count, other=0.0)
+        grown = expm1(tl.sum(b_g, 0))
+    return b_k, grown
+
+
+@triton.jit
+def load_gates(ring, slot, place, m_r, i_h, o_k, K: tl.constexpr, R: tl.constexpr):
+    """Channels o_k of the gates of the records at some places: [BR, BC]."""
+    p_g = ring.g.data + slot * ring.g.slot + (i_h * R + place[:, None]) * K + o_k
+    return tl.load(p_g, mask=m_r[:, None] & (o_k < K), other=0.0)
