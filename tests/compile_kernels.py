@@ -104,7 +104,7 @@ def jobs(
             else:
                 constants = reading | apart | {"DUE": True}
                 found.append((f"read {fmt}", kernels.read_kernel, types, constants, chosen.read_warps))
-                constants = reading | apart | folding | {"BW": chosen.flush_v}
+                constants = reading | apart | folding | {"BV": chosen.flush_v}
                 found.append(
                     (f"flush {fmt}", kernels.flush_kernel, types | {"B": "i32"}, constants, chosen.flush_warps)
                 )

@@ -403,13 +403,16 @@ def fold_tile(
     p_out, p_out_low = out_high.data + i_out * out_high.slot, out_low.data + i_out * out_low.slot
     place = (first + tl.arange(0, BF)) % R
     b_u = CORRECTED(p_high, p_low, ring, slot, place, count, i_h, o_v, H, G, V, K, R, CHANNEL, BF, BC, FORMAT)
+    at, mask = tile(i_h, o_v, tl.arange(0, BC), V, K)
+    b_next = load_update(p_high + at, p_low + at, mask, FORMAT)
     for from_k in range(0, K, BC):
+        b_s, at_s, mask_s = b_next, at, mask
         o_k = from_k + tl.arange(0, BC)
         b_k, grown = FADED(ring, slot, place, count, i_h, o_k, H, G, K, R, CHANNEL, BF)
-        at, mask = tile(i_h, o_v, o_k, V, K)
-        b_s = load_update(p_high + at, p_low + at, mask, FORMAT)
+        at, mask = tile(i_h, o_v, o_k + BC, V, K)
+        b_next = load_update(p_high + at, p_low + at, mask, FORMAT)  # on its way before the present one is stored
         b_s += grown * b_s
-        store_planes(p_out + at, p_out_low + at, b_s + product(b_u, b_k), mask, OUT)
+        store_planes(p_out + at_s, p_out_low + at_s, b_s + product(b_u, b_k), mask_s, OUT)
 
 
 @triton.jit
@@ -432,30 +435,28 @@ def flush_tile(
 def flush_kernel(
     high, low, ring, table, ready, t, c, y, skip, gate, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, CHANNEL: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, BV: tl.constexpr,
+    R: tl.constexpr, CHANNEL: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, FORMAT: tl.constexpr,
     CORRECTED: tl.constexpr, FADED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """flush_tile for BW rows of V, then read_tile for BV at a time: a persistent grid over the list of due rows."""
+    """flush_tile, then read_tile, for BV rows of V: a persistent grid over the list of due rows."""
     if PDL:
         gdc_launch_dependents()
-    parts: tl.constexpr = (V + BW - 1) // BW
+    parts: tl.constexpr = (V + BV - 1) // BV
     i = tl.program_id(0)
     i_n = i // (H * parts)
     i_b = tl.load(table + 6 * B + i_n, mask=i_n < B, other=-1)
     while i_b >= 0:
-        i_h, i_w = i // parts % H, i % parts
+        i_h, i_v = i // parts % H, i % parts
         slot, folds = tl.load(table + i_b).to(tl.int64), tl.load(table + 4 * B + i_b)
         flush_tile(
-            high, low, ring, table, folds, i_b, i_h, i_w, B, H, G, V, K, R, CHANNEL, BW, BF, BC, FORMAT, CORRECTED,
+            high, low, ring, table, folds, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BV, BF, BC, FORMAT, CORRECTED,
             FADED,
         )  # fmt: skip
-        for i_part in range(BW // BV):
-            i_v = i_w * (BW // BV) + i_part
-            b_s = load_tile(high, slot, i_h, i_v, V, K, BV, BK)
-            read_tile(
-                b_s, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP, BT, BV, BK, BJ
-            )
+        b_s = load_tile(high, slot, i_h, i_v, V, K, BV, BK)
+        read_tile(
+            b_s, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP, BT, BV, BK, BJ
+        )
         i += tl.num_programs(0)
         i_n = i // (H * parts)
         i_b = tl.load(table + 6 * B + i_n, mask=i_n < B, other=-1)
@@ -698,7 +699,7 @@ def decode(
         tiles = B * H * triton.cdiv(V, chosen.flush_v)
         flush_kernel[(min(tiles, chosen.flush_programs * processors(device)),)](
             high, low, ring, table, ready, t, c, *outputs, B,
-            **flushing, **overlap, BW=chosen.flush_v, BV=chosen.read_v, BJ=chosen.carry_heads,
+            **flushing, **overlap, BV=chosen.flush_v, BJ=chosen.carry_heads,
             num_warps=chosen.flush_warps,
         )  # fmt: skip
     read_kernel[grid](

@@ -1,8 +1,6 @@
 """Gated DeltaNet on a GPU: gates, carry and fold in Triton. Equations as in math.md, layout as in mamba2/kernel.py.
 
-The carry is the walk, newest record first: by products it needs registers that a GPU would rather spend on more rows at
-a time (docs/log.md). The own key is carried too: that is its row of `back`, by which the
-fold does without a walk.
+Everything is a product, nothing a walk: all records are on their way at once.
 """
 
 import triton
@@ -12,6 +10,7 @@ from replayssm.kernels import (
     append,
     channels,
     expm1,
+    is_seen,
     keep,
     load_keys,
     load_row,
@@ -43,10 +42,10 @@ def carry(
     L: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr,
     CHANNEL: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
-    """c_j = w_j (k_j . t), t <- a_j (t - c_j k_j), from the newest record to the oldest; c_0 = 1.
+    """c = b (I + back), b_j = w_j exp(P_n - P_j) (k_j . q), t = exp(P_n) q - sum_j c_j exp(P_j) k_j; c_0 = 1.
 
     For one head (BJ is 1), t [B, H, T, K]; arguments as in mamba2. A gate per record, or (CHANNEL, kda) one per key
-    channel. The next record is on its way while the present one is applied.
+    channel. The own key, scored likewise, gives its row of `back`.
     """
     E: tl.constexpr = K if CHANNEL else 1
     C: tl.constexpr = 2 * G * K + H * V
@@ -60,8 +59,9 @@ def carry(
     m_e = m_k if CHANNEL else length > 0
     p_k = ring.k.data + slot * ring.k.slot + i_g * R * K + o_k
     p_norm = ring.norm.data + slot * ring.norm.slot + i_g * R
-    p_g = ring.g.data + slot * ring.g.slot + i_h * R * E + (o_k if CHANNEL else 0)
+    p_g = ring.g.data + slot * ring.g.slot + i_h * R * E
     p_w = ring.w.data + slot * ring.w.slot + i_h * R
+    p_back = ring.back.data + slot * ring.back.slot + i_h * R * R
     # (1) several tokens' own records
     if T > 1:
         for i in range(T):
@@ -78,67 +78,78 @@ def carry(
                 K_FIRST, V_FIRST, C, L, V, K, R,
             )  # fmt: skip
             tl.store(p_norm + own, 1 / tl.sqrt(tl.sum(b_k * b_k, 0) + 1e-6), mask=m)
-            tl.store(p_g + own * E, b_g, mask=m_e & m)
+            tl.store(p_g + own * E + (o_k if CHANNEL else 0), b_g, mask=m_e & m)
             tl.store(p_w + own, weight, mask=m)
         tl.debug_barrier()
+    # (2) all records but the last token's
+    place = (first + o_r) % R
+    m_r = o_r < before + (length - 1 if T > 1 else 0)
+    b_keys = tl.load(p_k[None, :] + place[:, None] * K, mask=m_r[:, None] & m_k, other=0.0)
+    b_norm = tl.load(p_norm + place, mask=m_r, other=0.0)
+    b_w = tl.load(p_w + place, mask=m_r, other=0.0)
+    m_back = (o_r < before)[:, None] & (o_r[None, :] < o_r[:, None])
+    b_back = tl.load(p_back + place[:, None] * R + place[None, :], mask=m_back, other=0.0)
     for i in range(T):
         m, own = i < length, (first + before + i) % R
-        place, more = (own + R - 1) % R, before + i > 0
-        b_next = tl.load(p_k + place * K, mask=m_k & more, other=0.0)
-        next_norm, next_w = tl.load(p_norm + place, mask=more, other=0.0), tl.load(p_w + place, mask=more, other=0.0)
-        b_next_g = tl.load(p_g + place * E, mask=m_e & more, other=0.0)
+        seen = is_seen(o_r, before, i, kin, row, T) & m_r
+        seen_next = is_seen(o_r + 1, before, i, kin, row, T) & (o_r + 1 < before + length)
+        if CHANNEL:
+            b_g = tl.load(p_g + place[:, None] * K + o_k, mask=seen[:, None] & m_k, other=0.0)
+            b_d = tl.load(p_g + ((place + 1) % R)[:, None] * K + o_k, mask=seen_next[:, None] & m_k, other=0.0)
+        else:
+            b_g = tl.load(p_g + place, mask=seen, other=0.0)
+            b_d = tl.load(p_g + (place + 1) % R, mask=seen_next, other=0.0)
         b_q, b_xq = channels(inputs.q, ring.conv, weights, parent, row, i, slot, end, o_x, m_k & m, 0, C, L, W, T)
         if T > 1:
             b_k = tl.load(p_k + own * K, mask=m_k & m, other=0.0).to(tl.float32)
             norm = tl.load(p_norm + own, mask=m, other=0.0)
-            b_g, weight = tl.load(p_g + own * E, mask=m_e & m, other=0.0), tl.load(p_w + own, mask=m, other=0.0)
+            own_g = tl.load(p_g + own * E + (o_k if CHANNEL else 0), mask=m_e & m, other=0.0)
+            weight = tl.load(p_w + own, mask=m, other=0.0)
         else:
             b_k, b_xk = channels(inputs.k, ring.conv, weights, parent, row, i, slot, end, o_x, m_k, K_FIRST, C, L, W, T)
             b_v, b_xv = channels(inputs.v, ring.conv, weights, parent, row, i, slot, end, o_c, m_c, V_FIRST, C, L, W, T)
-            b_g, weight = GATES(inputs, weights, row, i, i_h, o_k, m_k, K)
+            own_g, weight = GATES(inputs, weights, row, i, i_h, o_k, m_k, K)
             norm = 1 / tl.sqrt(tl.sum(b_k * b_k, 0) + 1e-6)
-        own_k, own_g, own_w = b_k, b_g, weight
         b_q *= 1 / tl.sqrt((tl.sum(b_q * b_q, 0) + 1e-6) * K)
-        # (2) the token's own record
-        b_k *= norm
-        own_c = weight * tl.sum(b_k * b_q, 0)
-        b_t, b_n = tl.exp(b_g) * (b_q - own_c * b_k), tl.exp(b_g) * b_k
-        b_c, b_back = tl.zeros([BR], tl.float32), tl.zeros([BR], tl.float32)
-        # (3) all records before it; of a tree, those that it sees
-        age = before + i - 1
-        while age >= 0:
-            b_k, b_g, weight = b_next.to(tl.float32) * next_norm, b_next_g, next_w
-            if kin is not None:
-                seen = tl.load(kin + (row * T + i) * T + age - before, mask=age >= before, other=1) != 0
-                weight = tl.where(seen, weight, 0.0)
-                b_g = tl.where(seen, b_g, 0.0)
-                b_k = tl.where(seen, b_k, 0.0)
-            place = (place + R - 1) % R
-            more = age > 0
-            b_next = tl.load(p_k + place * K, mask=m_k & more, other=0.0)
-            next_norm = tl.load(p_norm + place, mask=more, other=0.0)
-            next_w = tl.load(p_w + place, mask=more, other=0.0)
-            b_next_g = tl.load(p_g + place * E, mask=m_e & more, other=0.0)
-            c_j, n_j, b_a = weight * tl.sum(b_k * b_t, 0), weight * tl.sum(b_k * b_n, 0), tl.exp(b_g)
-            b_t, b_n = b_a * (b_t - c_j * b_k), b_a * (b_n - n_j * b_k)
-            b_c, b_back = tl.where(o_r == age, c_j, b_c), tl.where(o_r == age, -n_j, b_back)
-            age -= 1
+        b_n = b_k * norm
+        own_c = weight * tl.sum(b_n * b_q, 0)
+        # (3) scores of query and own key, decayed: b_until exp(P_n - P_j), b_since exp(P_j), of which whole is the last
+        b_until, b_since = tl.exp(tl.cumsum(b_d, 0, reverse=True)), tl.exp(tl.cumsum(b_g, 0))
+        last, whole = tl.exp(own_g), tl.exp(tl.sum(b_g, 0) + own_g)
+        b_x = tl.where(seen[:, None], b_keys.to(tl.float32), 0.0)
+        scale = tl.where(seen, b_w * b_norm, 0.0)
+        if CHANNEL:
+            b_x *= b_until
+            b_b, b_nb = scale * tl.sum(b_x * (last * b_q)[None, :], 1), scale * tl.sum(b_x * (last * b_n)[None, :], 1)
+            b_x = tl.where(seen[:, None], b_keys.to(tl.float32), 0.0) * b_since
+        else:
+            scale *= b_until * last
+            b_b, b_nb = scale * tl.sum(b_x * b_q[None, :], 1), scale * tl.sum(b_x * b_n[None, :], 1)
+        # (4) the own row of back, never NaN, so that forgotten records do not reach their siblings; c; t
+        b_row = -b_nb - tl.sum(b_nb[:, None] * b_back, 0)
+        b_row = tl.where(b_row == b_row, b_row, 0.0)
+        b_c = b_b + tl.sum(b_b[:, None] * b_back, 0) + own_c * b_row
+        b_f = b_c * b_norm
+        if not CHANNEL:
+            b_f *= b_since
+        b_t = whole * (b_q - own_c * b_n) - tl.sum(b_f[:, None] * b_x, 0)
         p_c = c + ((row * H + i_h) * T + i) * (1 + R)
         tl.store(p_c, 1.0)
         tl.store(p_c + 1 + o_r, b_c, mask=(o_r < R) & (o_r != before + i))
         tl.store(p_c + 1 + before + i, own_c)
-        p_back = ring.back.data + slot * ring.back.slot + (i_h * R + own) * R
-        tl.store(p_back + (first + o_r) % R, b_back, mask=(o_r < before + i) & m)
         tl.store(t + ((row * H + i_h) * T + i) * K + o_k, b_t, mask=m_k)
+        tl.store(p_back + own * R + place, b_row, mask=(o_r < before + i) & m)
         keep(ring.conv, weights, slot, end, i, o_x, b_xq, m_k & m, 0, C, L)
-        if T == 1:
+        if T > 1:
+            b_back = tl.where((o_r == before + i)[:, None], b_row[None, :], b_back)
+        else:
             append(
-                ring, weights, slot, end, i, own, i_g, o_k, o_c, own_k, b_xk, b_v, b_xv, m_k, m_c,
+                ring, weights, slot, end, i, own, i_g, o_k, o_c, b_k, b_xk, b_v, b_xv, m_k, m_c,
                 K_FIRST, V_FIRST, C, L, V, K, R,
             )  # fmt: skip
             tl.store(p_norm + own, norm)
-            tl.store(p_g + own * E, own_g, mask=m_e)
-            tl.store(p_w + own, own_w)
+            tl.store(p_g + own * E + (o_k if CHANNEL else 0), own_g, mask=m_e)
+            tl.store(p_w + own, weight)
 
 
 @triton.jit
