@@ -28,7 +28,7 @@ WINDOW, WIDTH = 16, 4
 ROWS = (1, 256)
 EXTRA: dict[str, int] = {}
 BF16, FP32 = Field("*bf16", "i32", "i32"), Field("*fp32", "i32", "i32")
-RING = Ring(*(Pool(pointer, "i32") for pointer in ("*bf16", "*bf16", *4 * ("*fp32",), "*bf16")))
+RING = Ring(*(Pool(pointer, "i32") for pointer in ("*bf16", "*bf16", *3 * ("*fp32",), "*bf16")))
 
 
 def resources(kernel: Any, types: dict[str, Any], constants: dict[str, Any], warps: int, target: GPUTarget) -> str:

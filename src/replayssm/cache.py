@@ -127,7 +127,7 @@ class ReplayCache:
 
     def _new_layer(self, slots: int) -> LayerState:
         (H, G, V, K), R, delta = self.geometry, self.sizes.ring, self.recurrence.delta
-        products = R if delta else 0
+        products = R if delta and self.implementation.needs_back else 0
         E, wide = self.recurrence.gate_dim(self.geometry), self.format.compute
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:

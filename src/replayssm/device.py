@@ -23,6 +23,7 @@ class Device(NamedTuple):
 
     name: str = "triton"
     on_device: bool = True
+    needs_back: bool = False
 
     def begin(
         self, cache: Any, given: Tensor, lengths: Tensor | None, tokens: int, parent: Tensor | None

@@ -53,6 +53,10 @@ class Implementation(Protocol):
     def on_device(self) -> bool:
         """Steps are tables on the device; counts out of range are clamped there, not refused."""
 
+    @property
+    def needs_back(self) -> bool:
+        """Carries and folds by products, with the ring's `back`."""
+
     def begin(self, cache: Any, given: Tensor, lengths: Tensor | None, tokens: int, parent: Tensor | None) -> AnyStep:
         """A step for rows of slots `given`, lengths [rows] or None for `tokens` each; what is due is flushed."""
 
@@ -95,6 +99,7 @@ class Hosted(NamedTuple):
     read: Callable[..., Tensor]
     fold: Callable[..., Tensor]
     on_device: bool = False
+    needs_back: bool = True
 
     def begin(self, cache: Any, given: Tensor, lengths: Tensor | None, tokens: int, parent: Tensor | None) -> Step:
         """Flush what is due, move the cursors, plan the step."""

@@ -47,14 +47,13 @@ class Pool(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """The pools of ring.Records and the convolution's."""
+    """The pools of ring.Records but `back`, which kernels do without, and the convolution's."""
 
     k: Pool
     v: Pool
     g: Pool
     w: Pool
     norm: Pool
-    back: Pool
     conv: Pool | None
 
 
@@ -376,10 +375,12 @@ def parts(x):
 
 @triton.jit
 def product(a, b):
-    """a b, a in fp32, as exact as in fp32 but on tensor cores: products of bf16 parts, of which b may be one itself."""
+    """a b in fp32, as exact as there but on tensor cores: products of bf16 parts, unless a or b are in bf16."""
     if INTERPRETED:
-        return tl.dot(a, b.to(tl.float32))
-    first, second, third = parts(a)
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    if a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16:
+        return tl.dot(a, b)
+    first, second, third = parts(a.to(tl.float32))
     if b.dtype == tl.bfloat16:
         return tl.dot(first, b, tl.dot(second, b, tl.dot(third, b)))
     b_first, b_second, b_third = parts(b.to(tl.float32))
@@ -622,8 +623,8 @@ def processors(device: torch.device) -> int:
 
 def pools(layer: LayerState) -> Ring:
     """A layer's pools as kernels take them."""
-    records = (Pool(pool, pool.stride(0)) for pool in layer.ring)
-    return Ring(*records, Pool(layer.conv, layer.conv.stride(0)) if layer.conv.numel() else None)
+    k, v, g, w, norm, _ = (Pool(pool, pool.stride(0)) for pool in layer.ring)
+    return Ring(k, v, g, w, norm, Pool(layer.conv, layer.conv.stride(0)) if layer.conv.numel() else None)
 
 
 def planes(tensors: tuple[Tensor, ...]) -> tuple[Pool, Pool]:

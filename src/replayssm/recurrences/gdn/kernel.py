@@ -1,6 +1,7 @@
 """Gated DeltaNet on a GPU: gates, carry and fold in Triton. Equations as in math.md, layout as in mamba2/kernel.py.
 
-Everything is a product, nothing a walk: all records are on their way at once.
+The carry is the walk, newest record first: by products it needs registers that a GPU would rather spend on more rows at
+a time (docs/log.md). So no `back` is kept: a fold makes the triangular system of its records itself.
 """
 
 import triton
@@ -10,7 +11,6 @@ from replayssm.kernels import (
     append,
     channels,
     expm1,
-    is_seen,
     keep,
     load_keys,
     load_row,
@@ -42,10 +42,10 @@ def carry(
     L: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr,
     CHANNEL: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
-    """c = b (I + back), b_j = w_j exp(P_n - P_j) (k_j . q), t = exp(P_n) q - sum_j c_j exp(P_j) k_j; c_0 = 1.
+    """c_j = w_j (k_j . t), t <- a_j (t - c_j k_j), from the newest record to the oldest; c_0 = 1.
 
     For one head (BJ is 1), t [B, H, T, K]; arguments as in mamba2. A gate per record, or (CHANNEL, kda) one per key
-    channel. The own key, scored likewise, gives its row of `back`.
+    channel. The next record is on its way while the present one is applied.
     """
     E: tl.constexpr = K if CHANNEL else 1
     C: tl.constexpr = 2 * G * K + H * V
@@ -59,9 +59,8 @@ def carry(
     m_e = m_k if CHANNEL else length > 0
     p_k = ring.k.data + slot * ring.k.slot + i_g * R * K + o_k
     p_norm = ring.norm.data + slot * ring.norm.slot + i_g * R
-    p_g = ring.g.data + slot * ring.g.slot + i_h * R * E
+    p_g = ring.g.data + slot * ring.g.slot + i_h * R * E + (o_k if CHANNEL else 0)
     p_w = ring.w.data + slot * ring.w.slot + i_h * R
-    p_back = ring.back.data + slot * ring.back.slot + i_h * R * R
     # (1) several tokens' own records
     if T > 1:
         for i in range(T):
@@ -78,78 +77,65 @@ def carry(
                 K_FIRST, V_FIRST, C, L, V, K, R,
             )  # fmt: skip
             tl.store(p_norm + own, 1 / tl.sqrt(tl.sum(b_k * b_k, 0) + 1e-6), mask=m)
-            tl.store(p_g + own * E + (o_k if CHANNEL else 0), b_g, mask=m_e & m)
+            tl.store(p_g + own * E, b_g, mask=m_e & m)
             tl.store(p_w + own, weight, mask=m)
         tl.debug_barrier()
-    # (2) all records but the last token's
-    place = (first + o_r) % R
-    m_r = o_r < before + (length - 1 if T > 1 else 0)
-    b_keys = tl.load(p_k[None, :] + place[:, None] * K, mask=m_r[:, None] & m_k, other=0.0)
-    b_norm = tl.load(p_norm + place, mask=m_r, other=0.0)
-    b_w = tl.load(p_w + place, mask=m_r, other=0.0)
-    m_back = (o_r < before)[:, None] & (o_r[None, :] < o_r[:, None])
-    b_back = tl.load(p_back + place[:, None] * R + place[None, :], mask=m_back, other=0.0)
     for i in range(T):
         m, own = i < length, (first + before + i) % R
-        seen = is_seen(o_r, before, i, kin, row, T) & m_r
-        seen_next = is_seen(o_r + 1, before, i, kin, row, T) & (o_r + 1 < before + length)
-        if CHANNEL:
-            b_g = tl.load(p_g + place[:, None] * K + o_k, mask=seen[:, None] & m_k, other=0.0)
-            b_d = tl.load(p_g + ((place + 1) % R)[:, None] * K + o_k, mask=seen_next[:, None] & m_k, other=0.0)
-        else:
-            b_g = tl.load(p_g + place, mask=seen, other=0.0)
-            b_d = tl.load(p_g + (place + 1) % R, mask=seen_next, other=0.0)
+        place, more = (own + R - 1) % R, before + i > 0
+        b_next = tl.load(p_k + place * K, mask=m_k & more, other=0.0)
+        next_norm, next_w = tl.load(p_norm + place, mask=more, other=0.0), tl.load(p_w + place, mask=more, other=0.0)
+        b_next_g = tl.load(p_g + place * E, mask=m_e & more, other=0.0)
         b_q, b_xq = channels(inputs.q, ring.conv, weights, parent, row, i, slot, end, o_x, m_k & m, 0, C, L, W, T)
         if T > 1:
             b_k = tl.load(p_k + own * K, mask=m_k & m, other=0.0).to(tl.float32)
             norm = tl.load(p_norm + own, mask=m, other=0.0)
-            own_g = tl.load(p_g + own * E + (o_k if CHANNEL else 0), mask=m_e & m, other=0.0)
-            weight = tl.load(p_w + own, mask=m, other=0.0)
+            b_g, weight = tl.load(p_g + own * E, mask=m_e & m, other=0.0), tl.load(p_w + own, mask=m, other=0.0)
         else:
             b_k, b_xk = channels(inputs.k, ring.conv, weights, parent, row, i, slot, end, o_x, m_k, K_FIRST, C, L, W, T)
             b_v, b_xv = channels(inputs.v, ring.conv, weights, parent, row, i, slot, end, o_c, m_c, V_FIRST, C, L, W, T)
-            own_g, weight = GATES(inputs, weights, row, i, i_h, o_k, m_k, K)
+            b_g, weight = GATES(inputs, weights, row, i, i_h, o_k, m_k, K)
             norm = 1 / tl.sqrt(tl.sum(b_k * b_k, 0) + 1e-6)
+        own_k, own_g, own_w = b_k, b_g, weight
         b_q *= 1 / tl.sqrt((tl.sum(b_q * b_q, 0) + 1e-6) * K)
-        b_n = b_k * norm
-        own_c = weight * tl.sum(b_n * b_q, 0)
-        # (3) scores of query and own key, decayed: b_until exp(P_n - P_j), b_since exp(P_j), of which whole is the last
-        b_until, b_since = tl.exp(tl.cumsum(b_d, 0, reverse=True)), tl.exp(tl.cumsum(b_g, 0))
-        last, whole = tl.exp(own_g), tl.exp(tl.sum(b_g, 0) + own_g)
-        b_x = tl.where(seen[:, None], b_keys.to(tl.float32), 0.0)
-        scale = tl.where(seen, b_w * b_norm, 0.0)
-        if CHANNEL:
-            b_x *= b_until
-            b_b, b_nb = scale * tl.sum(b_x * (last * b_q)[None, :], 1), scale * tl.sum(b_x * (last * b_n)[None, :], 1)
-            b_x = tl.where(seen[:, None], b_keys.to(tl.float32), 0.0) * b_since
-        else:
-            scale *= b_until * last
-            b_b, b_nb = scale * tl.sum(b_x * b_q[None, :], 1), scale * tl.sum(b_x * b_n[None, :], 1)
-        # (4) the own row of back, never NaN, so that forgotten records do not reach their siblings; c; t
-        b_row = -b_nb - tl.sum(b_nb[:, None] * b_back, 0)
-        b_row = tl.where(b_row == b_row, b_row, 0.0)
-        b_c = b_b + tl.sum(b_b[:, None] * b_back, 0) + own_c * b_row
-        b_f = b_c * b_norm
-        if not CHANNEL:
-            b_f *= b_since
-        b_t = whole * (b_q - own_c * b_n) - tl.sum(b_f[:, None] * b_x, 0)
+        # (2) the token's own record
+        b_k *= norm
+        own_c = weight * tl.sum(b_k * b_q, 0)
+        b_t = tl.exp(b_g) * (b_q - own_c * b_k)
+        b_c = tl.zeros([BR], tl.float32)
+        # (3) all records before it; of a tree, those that it sees
+        age = before + i - 1
+        while age >= 0:
+            b_k, b_g, weight = b_next.to(tl.float32) * next_norm, b_next_g, next_w
+            if kin is not None:
+                seen = tl.load(kin + (row * T + i) * T + age - before, mask=age >= before, other=1) != 0
+                weight = tl.where(seen, weight, 0.0)
+                b_g = tl.where(seen, b_g, 0.0)
+                b_k = tl.where(seen, b_k, 0.0)
+            place = (place + R - 1) % R
+            more = age > 0
+            b_next = tl.load(p_k + place * K, mask=m_k & more, other=0.0)
+            next_norm = tl.load(p_norm + place, mask=more, other=0.0)
+            next_w = tl.load(p_w + place, mask=more, other=0.0)
+            b_next_g = tl.load(p_g + place * E, mask=m_e & more, other=0.0)
+            c_j = weight * tl.sum(b_k * b_t, 0)
+            b_t = tl.exp(b_g) * (b_t - c_j * b_k)
+            b_c = tl.where(o_r == age, c_j, b_c)
+            age -= 1
         p_c = c + ((row * H + i_h) * T + i) * (1 + R)
         tl.store(p_c, 1.0)
         tl.store(p_c + 1 + o_r, b_c, mask=(o_r < R) & (o_r != before + i))
         tl.store(p_c + 1 + before + i, own_c)
         tl.store(t + ((row * H + i_h) * T + i) * K + o_k, b_t, mask=m_k)
-        tl.store(p_back + own * R + place, b_row, mask=(o_r < before + i) & m)
         keep(ring.conv, weights, slot, end, i, o_x, b_xq, m_k & m, 0, C, L)
-        if T > 1:
-            b_back = tl.where((o_r == before + i)[:, None], b_row[None, :], b_back)
-        else:
+        if T == 1:
             append(
-                ring, weights, slot, end, i, own, i_g, o_k, o_c, b_k, b_xk, b_v, b_xv, m_k, m_c,
+                ring, weights, slot, end, i, own, i_g, o_k, o_c, own_k, b_xk, b_v, b_xv, m_k, m_c,
                 K_FIRST, V_FIRST, C, L, V, K, R,
             )  # fmt: skip
             tl.store(p_norm + own, norm)
-            tl.store(p_g + own * E + (o_k if CHANNEL else 0), own_g, mask=m_e)
-            tl.store(p_w + own, weight)
+            tl.store(p_g + own * E, own_g, mask=m_e)
+            tl.store(p_w + own, own_w)
 
 
 @triton.jit
@@ -157,35 +143,58 @@ def corrected(
     p_high, p_low, ring, slot, place, count, i_h, o_v, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
     K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """U = diag(w) (I + back) (V - exp(P) K S^T), of the `count` records at `place` [BR]: [BV, BR]; keys' norms in it.
+    """(I + D E) U = D (V - exp(P) K S^T) solved for the `count` records at `place` [BR]: [BV, BR], with keys' norms.
 
-    Decays to the end are in it too, but for a gate per channel (`faded` has those).
+    E_ij = exp(P_i - P_j) (k_i . k_j) for j before i, D = diag(w). Decays are sums or products of their own, so that no
+    large sums are subtracted. U carries the decays to the end, but for a gate per channel (`faded` has those).
     """
     o_r = tl.arange(0, BR)
     m_r = o_r < count
     b_v, b_w = load_values(ring, slot, place, m_r, i_h, o_v, V, R)
     norm = tl.load(ring.norm.data + slot * ring.norm.slot + i_h // (H // G) * R + place, mask=m_r, other=0.0)
-    p_back = ring.back.data + slot * ring.back.slot + i_h * R * R + place[:, None] * R + place[None, :]
-    b_back = tl.load(p_back, mask=m_r[:, None] & (o_r[None, :] < o_r[:, None]), other=0.0)
-    b_back += (o_r[:, None] == o_r[None, :]).to(tl.float32)
-    scale = b_w * norm
-    if CHANNEL:
-        since = norm
-    else:
-        p_g = ring.g.data + slot * ring.g.slot + i_h * R
-        b_later = tl.load(p_g + (place + 1) % R, mask=o_r + 1 < count, other=0.0)
-        since = norm * tl.exp(tl.cumsum(tl.load(p_g + place, mask=m_r, other=0.0), 0))
-        scale *= tl.exp(tl.cumsum(b_later, 0, reverse=True))
+    # (1) E^T [j, i], and what the state recalls, BC channels at a time
     b_seen = tl.zeros_like(b_v)
+    b_e = tl.zeros([BR, BR], tl.float32)
+    at, mask = tile(i_h, o_v, tl.arange(0, BC), V, K)
+    b_next = load_update(p_high + at, p_low + at, mask, FORMAT)
     for from_k in range(0, K, BC):
-        o_k = from_k + tl.arange(0, BC)
+        b_s, o_k = b_next, from_k + tl.arange(0, BC)
+        at, mask = tile(i_h, o_v, o_k + BC, V, K)
+        b_next = load_update(p_high + at, p_low + at, mask, FORMAT)
         b_k = load_keys(ring, slot, place, m_r, i_h, o_k, H, G, K, R)
         if CHANNEL:
             b_g = load_gates(ring, slot, place, m_r, i_h, o_k, K, R)
-            b_k = b_k.to(tl.float32) * tl.exp(tl.cumsum(b_g, 0))
-        at, mask = tile(i_h, o_v, o_k, V, K)
-        b_seen += product(load_update(p_high + at, p_low + at, mask, FORMAT), tl.trans(b_k))
-    return product(b_v - since[None, :] * b_seen, tl.trans(b_back)) * scale[None, :]
+            b_k = b_k.to(tl.float32)
+            b_until = tl.zeros([BR, BC], tl.float32)
+            i = 0
+            while i < count:
+                m_i = (o_r == i)[:, None]
+                b_until *= tl.exp(tl.sum(tl.where(m_i, b_g, 0.0), 0))[None, :]
+                b_own = tl.sum(tl.where(m_i, b_k, 0.0), 0)
+                b_e += tl.where((o_r == i)[None, :], tl.sum(b_until * b_own[None, :], 1)[:, None], 0.0)
+                b_until = tl.where(m_i, b_k, b_until)
+                i += 1
+            b_k *= tl.exp(tl.cumsum(b_g, 0))
+        else:
+            b_e += product(b_k, tl.trans(b_k))
+        b_seen += product(b_s, tl.trans(b_k))
+    since, until = norm, norm
+    if not CHANNEL:
+        p_g = ring.g.data + slot * ring.g.slot + i_h * R
+        b_g = tl.load(p_g + place, mask=m_r, other=0.0)
+        b_later = tl.load(p_g + (place + 1) % R, mask=o_r + 1 < count, other=0.0)
+        since *= tl.exp(tl.cumsum(b_g, 0))
+        until *= tl.exp(tl.cumsum(b_later, 0, reverse=True))
+        b_e *= tl.exp(tl.cumsum(tl.where(o_r[None, :] > o_r[:, None], b_g[None, :], 0.0), 1))
+    b_e = tl.where(o_r[None, :] > o_r[:, None], b_e * norm[:, None] * (b_w * norm)[None, :], 0.0)
+    # (2) u_i -= w_i E_ij u_j, from the oldest on
+    b_u = b_w[None, :] * (b_v - since[None, :] * b_seen)
+    j = 0
+    while j < count - 1:
+        b_j = tl.sum(tl.where((o_r == j)[None, :], b_u, 0.0), 1)
+        b_u -= b_j[:, None] * tl.sum(tl.where((o_r == j)[:, None], b_e, 0.0), 0)[None, :]
+        j += 1
+    return b_u * until[None, :]
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention on a GPU: gdn's with a decay per key channel."""
+"""Kimi Delta Attention on a GPU: gdn's walk with a decay per key channel."""
 
 import triton
 import triton.language as tl
