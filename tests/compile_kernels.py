@@ -86,7 +86,7 @@ def jobs(
     found = []
     for fmt, (high, low) in PLANES.items():
         planes = {"high": Pool(high, "i32"), "low": Pool(low, "i32")}
-        folding = sizes | {"FORMAT": fmt, "CORRECTED": module.corrected, "FADED": module.faded, "BF": WINDOW, "BC": 32}
+        folding = sizes | {"FORMAT": fmt, "CORRECTED": module.corrected, "FADED": module.faded, "BF": WINDOW, "BC": 16}
         for rows in ROWS:
             chosen = kernels.launch(recurrence, Geometry(*size), fmt, rows)
             reading = sizes | {
@@ -103,11 +103,10 @@ def jobs(
                 found.append((f"decode {fmt}", kernels.decode_kernel, types | inputs, constants, chosen.read_warps))
             else:
                 constants = reading | apart | {"DUE": True}
+                types = types | {"B": "i32"}
                 found.append((f"read {fmt}", kernels.read_kernel, types, constants, chosen.read_warps))
                 constants = reading | apart | folding | {"BV": chosen.flush_v}
-                found.append(
-                    (f"flush {fmt}", kernels.flush_kernel, types | {"B": "i32"}, constants, chosen.flush_warps)
-                )
+                found.append((f"flush {fmt}", kernels.flush_kernel, types, constants, chosen.flush_warps))
         into = planes | {"out_high": Pool(high, "i32"), "out_low": Pool(low, "i32"), "ring": RING}
         into |= dict.fromkeys(("slots", "start", "counts"), "*i64")
         folding |= {"BV": min(64, kernels.block(V)), "OUT": fmt, "IN_PLACE": True}

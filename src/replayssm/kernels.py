@@ -468,27 +468,32 @@ def flush_kernel(
 
 @triton.jit
 def read_kernel(
-    high, ring, table, ready, t, c, y, skip, gate,
+    high, ring, table, ready, t, c, y, skip, gate, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
     DUE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """read_tile for every tile, head and row, but (DUE) for rows that flush_kernel answers: grid (V / BV, H, B).
+    """read_tile for every tile, head and row, but (DUE) for rows that flush_kernel answers: a persistent grid.
 
     high [S, H, V, K] is the plane that tokens read, as a Pool. Bytes: V K read_bytes + (committed + T) V itemsize per
-    row and head, and t, c, y. The checkpoint is on its way before the carry is awaited.
+    row and head, and t, c, y. The checkpoint is on its way before the carry is awaited. Programs are as many as keep
+    the memory busy and no more: what waits in front of it would only slow the carry down.
     """
-    i_v, i_h, i_b, B = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    slot, folds = tl.load(table + i_b).to(tl.int64), tl.load(table + 4 * B + i_b)
-    if slot < 0:
-        zero_tile(y, i_b.to(tl.int64), i_h, i_v, T, H, V, BV)
-    elif (folds == 0) | (not DUE):
-        b_s = load_tile(high, slot, i_h, i_v, V, K, BV, BK)
-        read_tile(
-            b_s, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP, BT, BV, BK, BJ
-        )
+    parts: tl.constexpr = (V + BV - 1) // BV
+    i = tl.program_id(0)
+    while i < B * (H * parts):
+        i_b, i_h, i_v = i // (H * parts), i // parts % H, i % parts
+        slot, folds = tl.load(table + i_b).to(tl.int64), tl.load(table + 4 * B + i_b)
+        if slot < 0:
+            zero_tile(y, i_b.to(tl.int64), i_h, i_v, T, H, V, BV)
+        elif (folds == 0) | (not DUE):
+            b_s = load_tile(high, slot, i_h, i_v, V, K, BV, BK)
+            read_tile(
+                b_s, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP, BT, BV, BK, BJ
+            )
+        i += tl.num_programs(0)
     if PDL:
-        if (i_b == B - 1) & (i_h == H - 1) & (i_v == tl.num_programs(0) - 1):
+        if tl.program_id(0) == tl.num_programs(0) - 1:
             gdc_wait()
 
 
@@ -574,8 +579,9 @@ class Launch(NamedTuple):
         together: carry, flush and read are one launch.
         carry_heads, carry_warps: heads of a key group that the carry does at a time, and its warps.
         carry_programs: so many programs go through the rows.
-        read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
+        read_v, read_warps, read_programs: rows of V of the read (or of the one launch), its warps and programs.
         flush_v, flush_warps, flush_programs: the same of the flush, whose programs go through the list of due rows.
+        flush_registers: at most so many a thread: all programs of carry and flush must be resident for the read to start.
     """
 
     together: bool
@@ -584,9 +590,11 @@ class Launch(NamedTuple):
     carry_programs: int
     read_v: int
     read_warps: int
+    read_programs: int
     flush_v: int
     flush_warps: int
     flush_programs: int
+    flush_registers: int
 
 
 def launch(recurrence: Any, geometry: Any, format: str, rows: int) -> Launch:
@@ -594,14 +602,16 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int) -> Launch:
     H, G, V, _ = geometry
     return Launch(
         together=rows * H <= 256,
-        carry_heads=1 if recurrence.delta else min(8 if rows > 64 else 2, triton.next_power_of_2(H // G)),
+        carry_heads=1 if recurrence.delta else min(4 if rows > 64 else 2, triton.next_power_of_2(H // G)),
         carry_warps=1 if recurrence.delta else 2,
         carry_programs=8,
         read_v=16,
         read_warps=2,
+        read_programs=12,
         flush_v=min(64, block(V)),
-        flush_warps=4,
-        flush_programs=2,
+        flush_warps=min(64, block(V)) // 16,
+        flush_programs=1,
+        flush_registers=160 if recurrence.delta else 128,
     )
 
 
@@ -675,15 +685,15 @@ def decode(
     }  # fmt: skip
     reading = sizes | {"N": N, "BP": triton.next_power_of_2(window), "BT": triton.next_power_of_2(T)}
     flushing = reading | {
-        "BF": block(window), "BC": 32, "CHANNEL": recurrence.channel_gate, "FORMAT": format,
+        "BF": block(window), "BC": 16, "CHANNEL": recurrence.channel_gate, "FORMAT": format,
         "CORRECTED": module.corrected, "FADED": module.faded if beside else None,
     }  # fmt: skip
     if skip is not None:
         skip = (skip[:, None] if skip.ndim == 1 else skip).expand(H, V)
     outputs = (y, None if skip is None else Field(skip, *skip.stride()), None if gate is None else field(gate))
-    grid = (triton.cdiv(V, chosen.read_v), H, B)
+    tiles = triton.cdiv(V, chosen.read_v)
     if chosen.together:
-        decode_kernel[grid](
+        decode_kernel[(tiles, H, B)](
             high, low, inputs, ring, weights, table, step.parent, step.kin, t, c, *outputs, **(carrying | flushing),
             BV=chosen.read_v, num_warps=chosen.read_warps,
         )  # fmt: skip
@@ -697,14 +707,14 @@ def decode(
         num_warps=chosen.carry_warps,
     )  # fmt: skip
     if beside:
-        tiles = B * H * triton.cdiv(V, chosen.flush_v)
-        flush_kernel[(min(tiles, chosen.flush_programs * processors(device)),)](
+        most = B * H * triton.cdiv(V, chosen.flush_v)
+        flush_kernel[(min(most, chosen.flush_programs * processors(device)),)](
             high, low, ring, table, ready, t, c, *outputs, B,
             **flushing, **overlap, BV=chosen.flush_v, BJ=chosen.carry_heads,
-            num_warps=chosen.flush_warps,
+            num_warps=chosen.flush_warps, **({} if torch.version.hip else {"maxnreg": chosen.flush_registers}),
         )  # fmt: skip
-    read_kernel[grid](
-        high, ring, table, ready, t, c, *outputs,
+    read_kernel[(min(B * H * tiles, chosen.read_programs * processors(device)),)](
+        high, ring, table, ready, t, c, *outputs, B,
         **reading, **overlap, BV=chosen.read_v, BJ=chosen.carry_heads, DUE=beside, num_warps=chosen.read_warps,
     )  # fmt: skip
     return y
@@ -746,7 +756,7 @@ def _launch_fold(
     BV, module = min(64, block(V)), recurrence.kernel()
     fold_kernel[(triton.cdiv(V, BV), H, len(slots))](
         *planes(layer.checkpoint), *planes(into), pools(layer), slots, start, counts,
-        H=H, G=G, V=V, K=K, R=R, BV=BV, BF=block(R - 1), BC=32,
+        H=H, G=G, V=V, K=K, R=R, BV=BV, BF=block(R - 1), BC=16,
         CHANNEL=recurrence.channel_gate, FORMAT=format, OUT=out, CORRECTED=module.corrected, FADED=module.faded,
         IN_PLACE=into is layer.checkpoint, num_warps=4,
     )  # fmt: skip

@@ -165,15 +165,8 @@ def corrected(
         if CHANNEL:
             b_g = load_gates(ring, slot, place, m_r, i_h, o_k, K, R)
             b_k = b_k.to(tl.float32)
-            b_until = tl.zeros([BR, BC], tl.float32)
-            i = 0
-            while i < count:
-                m_i = (o_r == i)[:, None]
-                b_until *= tl.exp(tl.sum(tl.where(m_i, b_g, 0.0), 0))[None, :]
-                b_own = tl.sum(tl.where(m_i, b_k, 0.0), 0)
-                b_e += tl.where((o_r == i)[None, :], tl.sum(b_until * b_own[None, :], 1)[:, None], 0.0)
-                b_until = tl.where(m_i, b_k, b_until)
-                i += 1
+            b_later = tl.where((o_r[None, :] > o_r[:, None])[:, :, None], b_g[None, :, :], 0.0)
+            b_e += tl.sum(b_k[:, None, :] * b_k[None, :, :] * tl.exp(tl.cumsum(b_later, 1)), 2)
             b_k *= tl.exp(tl.cumsum(b_g, 0))
         else:
             b_e += product(b_k, tl.trans(b_k))
