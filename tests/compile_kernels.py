@@ -26,6 +26,7 @@ SHAPES = {
 }
 WINDOW, WIDTH = 16, 4
 ROWS = (1, 256)
+BC = 16
 EXTRA: dict[str, int] = {}
 BF16, FP32 = Field("*bf16", "i32", "i32"), Field("*fp32", "i32", "i32")
 RING = Ring(*(Pool(pointer, "i32") for pointer in ("*bf16", "*bf16", *3 * ("*fp32",), "*bf16")))
@@ -86,7 +87,7 @@ def jobs(
     found = []
     for fmt, (high, low) in PLANES.items():
         planes = {"high": Pool(high, "i32"), "low": Pool(low, "i32")}
-        folding = sizes | {"FORMAT": fmt, "CORRECTED": module.corrected, "FADED": module.faded, "BF": WINDOW, "BC": 16}
+        folding = sizes | {"FORMAT": fmt, "CORRECTED": module.corrected, "FADED": module.faded, "BF": WINDOW, "BC": BC}
         for rows in ROWS:
             chosen = kernels.launch(recurrence, Geometry(*size), fmt, rows)
             reading = sizes | {
@@ -102,11 +103,12 @@ def jobs(
                 constants = carrying | reading | folding
                 found.append((f"decode {fmt}", kernels.decode_kernel, types | inputs, constants, chosen.read_warps))
             else:
-                constants = reading | apart | {"DUE": True}
-                types = types | {"B": "i32"}
+                constants = reading | apart | {"BW": chosen.flush_v}
                 found.append((f"read {fmt}", kernels.read_kernel, types, constants, chosen.read_warps))
-                constants = reading | apart | folding | {"BV": chosen.flush_v}
-                found.append((f"flush {fmt}", kernels.flush_kernel, types, constants, chosen.flush_warps))
+                constants = apart | folding | {"BV": chosen.flush_v}
+                found.append(
+                    (f"flush {fmt}", kernels.flush_kernel, types | {"B": "i32"}, constants, chosen.flush_warps)
+                )
         into = planes | {"out_high": Pool(high, "i32"), "out_low": Pool(low, "i32"), "ring": RING}
         into |= dict.fromkeys(("slots", "start", "counts"), "*i64")
         folding |= {"BV": min(64, kernels.block(V)), "OUT": fmt, "IN_PLACE": True}

@@ -130,6 +130,8 @@ class ReplayCache:
         products = R if delta and self.implementation.needs_back else 0
         E, wide = self.recurrence.gate_dim(self.geometry), self.format.compute
 
+        flags = H * (1 + -(-V // 16)) if self.implementation.on_device else 0
+
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(slots, *shape, dtype=dtype, device=self.device)
 
@@ -144,7 +146,7 @@ class ReplayCache:
                 back=empty(H, products, products, dtype=wide),
             ),
             conv=empty(self.sizes.conv, self.conv.channels if self.conv else 0, dtype=self.dtype),
-            ready=torch.zeros(slots, H if self.implementation.on_device else 0, dtype=torch.int32, device=self.device),
+            ready=torch.zeros(slots, flags, dtype=torch.int32, device=self.device),
         )
 
     # ---- slots ----

@@ -233,6 +233,22 @@ def is_seen(o_r, before, i, kin, row, T: tl.constexpr):
 
 
 @triton.jit
+def publish(ready, table, i_b, at, B):
+    """What this program has stored for row i_b is in memory: place `at` of the slot's ready gets the step's number."""
+    tl.debug_barrier()
+    slot, number = tl.load(table + i_b).to(tl.int64), tl.load(table + 7 * B + i_b)
+    tl.atomic_xchg(ready.data + slot * ready.slot + at, number, sem="release")
+
+
+@triton.jit
+def await_number(ready, table, i_b, at, B):
+    """Until place `at` was published. Who publishes runs before, or (PDL) has begun before, in all its programs."""
+    slot, number = tl.load(table + i_b).to(tl.int64), tl.load(table + 7 * B + i_b)
+    while tl.atomic_add(ready.data + slot * ready.slot + at, 0, sem="acquire") != number:
+        pass
+
+
+@triton.jit
 def carry_kernel(
     inputs, ring, weights, table, ready, parent, kin, t, c, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
@@ -246,7 +262,7 @@ def carry_kernel(
     | ring       | Ring           |        | in/out | records; the step's own are written                      |
     | weights    | LayerWeights   |        | in     | of convolution and gates                                 |
     | table      | [8, B]         | int32  | in     | DeviceStep.table                                         |
-    | ready      | [S, H]         | int32  | out    | the step's number, once t, c, v of a head are in memory  |
+    | ready      | [S, H + n]     | int32  | out    | the step's number, once t, c, v of a head are in memory  |
     | parent     | [B, T]         | int32  | in     | of a tree, else None; kin [B, T, T] likewise             |
     | t          | [B, N, T, K]   | fp32   | out    | carried queries of N = G or H heads                      |
     | c          | [B, H, T, 1+R] | fp32   | out    | weights of S0 t, then of v by record number              |
@@ -267,19 +283,11 @@ def carry_kernel(
                 inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_j, i_h * V, count, B,
                 T, H, G, V, K, R, L, W, BR, BK, BJ, BC, CHANNEL, GATES,
             )  # fmt: skip
-            tl.debug_barrier()
-            tl.atomic_xchg(ready.data + slot * ready.slot + i_h, tl.load(table + 7 * B + i_b), sem="release")
+            publish(ready, table, i_b, i_h, B)
         i += tl.num_programs(0)
-
-
-@triton.jit
-def await_carry(ready, table, slot, i_b, i_h, B, H: tl.constexpr, G: tl.constexpr, BJ: tl.constexpr):
-    """Until t, c and v of this head are in memory. Carries run before, or (PDL) all have begun."""
-    J: tl.constexpr = H // G
-    p_ready = ready.data + slot * ready.slot + i_h // J * J + i_h % J // BJ * BJ
-    number = tl.load(table + 7 * B + i_b)
-    while tl.atomic_add(p_ready, 0, sem="acquire") != number:
-        pass
+    if PDL:
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            gdc_wait()
 
 
 @triton.jit
@@ -303,7 +311,7 @@ def read_tile(
     p_v = ring.v.data + slot * ring.v.slot + i_h * R * V + o_v
     b_v = tl.load(p_v[None, :] + ((first + o_p) % R * V)[:, None], mask=m_p[:, None] & m_v, other=0.0).to(tl.float32)
     if ready is not None:
-        await_carry(ready, table, slot, i_b, i_h, B, H, G, BJ)
+        await_number(ready, table, i_b, i_h // (H // G) * (H // G) + i_h % (H // G) // BJ * BJ, B)
     p_own = p_v[None, :] + ((first + before + o_t) % R * V)[:, None]
     b_own = tl.load(p_own, mask=m_t[:, None] & m_v, other=0.0).to(tl.float32)
     for i in range(T):
@@ -434,13 +442,12 @@ def flush_tile(
 
 @triton.jit
 def flush_kernel(
-    high, low, ring, table, ready, t, c, y, skip, gate, B,
-    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, CHANNEL: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
-    BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, FORMAT: tl.constexpr,
-    CORRECTED: tl.constexpr, FADED: tl.constexpr, PDL: tl.constexpr,
+    high, low, ring, table, ready, B,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
+    BV: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, FORMAT: tl.constexpr, CORRECTED: tl.constexpr,
+    FADED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """flush_tile, then read_tile, for BV rows of V: a persistent grid over the list of due rows."""
+    """flush_tile for BV rows of V after another: a persistent grid over the list of due rows, empty or not."""
     if PDL:
         gdc_launch_dependents()
     parts: tl.constexpr = (V + BV - 1) // BV
@@ -449,51 +456,45 @@ def flush_kernel(
     i_b = tl.load(table + 6 * B + i_n, mask=i_n < B, other=-1)
     while i_b >= 0:
         i_h, i_v = i // parts % H, i % parts
-        slot, folds = tl.load(table + i_b).to(tl.int64), tl.load(table + 4 * B + i_b)
+        folds = tl.load(table + 4 * B + i_b)
         flush_tile(
             high, low, ring, table, folds, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BV, BF, BC, FORMAT, CORRECTED,
             FADED,
         )  # fmt: skip
-        b_s = load_tile(high, slot, i_h, i_v, V, K, BV, BK)
-        read_tile(
-            b_s, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP, BT, BV, BK, BJ
-        )
+        publish(ready, table, i_b, H + i_h * parts + i_v, B)
         i += tl.num_programs(0)
         i_n = i // (H * parts)
         i_b = tl.load(table + 6 * B + i_n, mask=i_n < B, other=-1)
-    if PDL:
-        if tl.program_id(0) == tl.num_programs(0) - 1:
-            gdc_wait()
 
 
 @triton.jit
 def read_kernel(
-    high, ring, table, ready, t, c, y, skip, gate, B,
+    high, ring, table, ready, t, c, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
-    DUE: tl.constexpr, PDL: tl.constexpr,
+    BW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """read_tile for every tile, head and row, but (DUE) for rows that flush_kernel answers: a persistent grid.
+    """read_tile for every tile, head and row: grid (V / BV, H, B).
 
     high [S, H, V, K] is the plane that tokens read, as a Pool. Bytes: V K read_bytes + (committed + T) V itemsize per
-    row and head, and t, c, y. The checkpoint is on its way before the carry is awaited. Programs are as many as keep
-    the memory busy and no more: what waits in front of it would only slow the carry down.
+    row and head, and t, c, y. The checkpoint is on its way before the carry is awaited. A row that is due is awaited
+    first, where (BW) it was flushed beside.
     """
-    parts: tl.constexpr = (V + BV - 1) // BV
-    i = tl.program_id(0)
-    while i < B * (H * parts):
-        i_b, i_h, i_v = i // (H * parts), i // parts % H, i % parts
-        slot, folds = tl.load(table + i_b).to(tl.int64), tl.load(table + 4 * B + i_b)
-        if slot < 0:
-            zero_tile(y, i_b.to(tl.int64), i_h, i_v, T, H, V, BV)
-        elif (folds == 0) | (not DUE):
-            b_s = load_tile(high, slot, i_h, i_v, V, K, BV, BK)
-            read_tile(
-                b_s, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP, BT, BV, BK, BJ
-            )
-        i += tl.num_programs(0)
+    i_v, i_h, i_b, B = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    slot = tl.load(table + i_b).to(tl.int64)
+    if slot < 0:
+        zero_tile(y, i_b.to(tl.int64), i_h, i_v, T, H, V, BV)
+    else:
+        if BW is not None:
+            if tl.load(table + 4 * B + i_b) > 0:
+                parts: tl.constexpr = (V + BW - 1) // BW
+                await_number(ready, table, i_b, H + i_h * parts + i_v * BV // BW, B)
+        b_s = load_tile(high, slot, i_h, i_v, V, K, BV, BK)
+        read_tile(
+            b_s, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP, BT, BV, BK, BJ
+        )
     if PDL:
-        if tl.program_id(0) == tl.num_programs(0) - 1:
+        if (i_b == B - 1) & (i_h == H - 1) & (i_v == tl.num_programs(0) - 1):
             gdc_wait()
 
 
@@ -579,9 +580,9 @@ class Launch(NamedTuple):
         together: carry, flush and read are one launch.
         carry_heads, carry_warps: heads of a key group that the carry does at a time, and its warps.
         carry_programs: so many programs go through the rows.
-        read_v, read_warps, read_programs: rows of V of the read (or of the one launch), its warps and programs.
+        read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
         flush_v, flush_warps, flush_programs: the same of the flush, whose programs go through the list of due rows.
-        flush_registers: at most so many a thread: all programs of carry and flush must be resident for the read to start.
+        flush_registers: at most so many a thread.
     """
 
     together: bool
@@ -590,7 +591,6 @@ class Launch(NamedTuple):
     carry_programs: int
     read_v: int
     read_warps: int
-    read_programs: int
     flush_v: int
     flush_warps: int
     flush_programs: int
@@ -607,11 +607,10 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int) -> Launch:
         carry_programs=8,
         read_v=16,
         read_warps=2,
-        read_programs=12,
         flush_v=min(64, block(V)),
-        flush_warps=min(64, block(V)) // 16,
-        flush_programs=1,
-        flush_registers=160 if recurrence.delta else 128,
+        flush_warps=4,
+        flush_programs=3,
+        flush_registers=168,
     )
 
 
@@ -684,38 +683,38 @@ def decode(
         "GATES": module.gates,
     }  # fmt: skip
     reading = sizes | {"N": N, "BP": triton.next_power_of_2(window), "BT": triton.next_power_of_2(T)}
-    flushing = reading | {
+    sizes.pop("T"), sizes.pop("BK")
+    flushing = sizes | {
         "BF": block(window), "BC": 16, "CHANNEL": recurrence.channel_gate, "FORMAT": format,
         "CORRECTED": module.corrected, "FADED": module.faded if beside else None,
     }  # fmt: skip
     if skip is not None:
         skip = (skip[:, None] if skip.ndim == 1 else skip).expand(H, V)
     outputs = (y, None if skip is None else Field(skip, *skip.stride()), None if gate is None else field(gate))
-    tiles = triton.cdiv(V, chosen.read_v)
+    grid = (triton.cdiv(V, chosen.read_v), H, B)
     if chosen.together:
-        decode_kernel[(tiles, H, B)](
-            high, low, inputs, ring, weights, table, step.parent, step.kin, t, c, *outputs, **(carrying | flushing),
-            BV=chosen.read_v, num_warps=chosen.read_warps,
+        decode_kernel[grid](
+            high, low, inputs, ring, weights, table, step.parent, step.kin, t, c, *outputs,
+            **(carrying | reading | flushing), BV=chosen.read_v, num_warps=chosen.read_warps,
         )  # fmt: skip
         return y
     ready, PDL = Pool(layer.ready, layer.ready.stride(0)), dependent_launches(device)
-    overlap = {"PDL": PDL, **({"launch_pdl": True} if PDL else {})}
-    units = B * G * triton.cdiv(H // G, chosen.carry_heads)
-    carry_kernel[(min(units, chosen.carry_programs * processors(device)) if PDL else units,)](
-        inputs, ring, weights, table, ready, step.parent, step.kin, t, c, B,
-        **carrying, PDL=PDL, BJ=chosen.carry_heads, BC=triton.next_power_of_2(chosen.carry_heads * V),
-        num_warps=chosen.carry_warps,
-    )  # fmt: skip
+    after = {"PDL": PDL, **({"launch_pdl": True} if PDL else {})}
+    units, on_cuda = B * G * triton.cdiv(H // G, chosen.carry_heads), not torch.version.hip
     if beside:
         most = B * H * triton.cdiv(V, chosen.flush_v)
         flush_kernel[(min(most, chosen.flush_programs * processors(device)),)](
-            high, low, ring, table, ready, t, c, *outputs, B,
-            **flushing, **overlap, BV=chosen.flush_v, BJ=chosen.carry_heads,
-            num_warps=chosen.flush_warps, **({} if torch.version.hip else {"maxnreg": chosen.flush_registers}),
+            high, low, ring, table, ready, B, **flushing, PDL=PDL, BV=chosen.flush_v, num_warps=chosen.flush_warps,
+            **({"maxnreg": chosen.flush_registers} if on_cuda else {}),
         )  # fmt: skip
-    read_kernel[(min(B * H * tiles, chosen.read_programs * processors(device)),)](
-        high, ring, table, ready, t, c, *outputs, B,
-        **reading, **overlap, BV=chosen.read_v, BJ=chosen.carry_heads, DUE=beside, num_warps=chosen.read_warps,
+    carry_kernel[(min(units, chosen.carry_programs * processors(device)) if PDL else units,)](
+        inputs, ring, weights, table, ready, step.parent, step.kin, t, c, B,
+        **carrying, **(after if beside else {"PDL": PDL}), BJ=chosen.carry_heads,
+        BC=triton.next_power_of_2(chosen.carry_heads * V), num_warps=chosen.carry_warps,
+    )  # fmt: skip
+    read_kernel[grid](
+        high, ring, table, ready, t, c, *outputs, **reading, **after, BV=chosen.read_v, BJ=chosen.carry_heads,
+        BW=chosen.flush_v if beside else None, num_warps=chosen.read_warps,
     )  # fmt: skip
     return y
 

@@ -343,7 +343,8 @@ class LayerState(NamedTuple):
     Attributes:
         checkpoint: planes [S, H, V, K].
         conv: convolution inputs [S, W - 1 + T, C].
-        ready: int32 [S, H] on a device, else [S, 0]: the newest step whose carry of a head is in memory. Scratch.
+        ready: int32 [S, n] on a device, else [S, 0]: the newest step whose carry of a head, or whose flush of a part of
+            it, is in memory. Scratch.
     """
 
     checkpoint: tuple[Tensor, ...]
