@@ -412,16 +412,13 @@ def fold_tile(
     p_out, p_out_low = out_high.data + i_out * out_high.slot, out_low.data + i_out * out_low.slot
     place = (first + tl.arange(0, BF)) % R
     b_u = CORRECTED(p_high, p_low, ring, slot, place, count, i_h, o_v, H, G, V, K, R, CHANNEL, BF, BC, FORMAT)
-    at, mask = tile(i_h, o_v, tl.arange(0, BC), V, K)
-    b_next = load_update(p_high + at, p_low + at, mask, FORMAT)
-    for from_k in range(0, K, BC):
-        b_s, at_s, mask_s = b_next, at, mask
+    for from_k in tl.static_range(0, K, BC):
         o_k = from_k + tl.arange(0, BC)
+        at, mask = tile(i_h, o_v, o_k, V, K)
+        b_s = load_update(p_high + at, p_low + at, mask, FORMAT)
         b_k, grown = FADED(ring, slot, place, count, i_h, o_k, H, G, K, R, CHANNEL, BF)
-        at, mask = tile(i_h, o_v, o_k + BC, V, K)
-        b_next = load_update(p_high + at, p_low + at, mask, FORMAT)  # on its way before the present one is stored
         b_s += grown * b_s
-        store_planes(p_out + at_s, p_out_low + at_s, b_s + product(b_u, b_k), mask_s, OUT)
+        store_planes(p_out + at, p_out_low + at, b_s + product(b_u, b_k), mask, OUT)
 
 
 @triton.jit
@@ -582,7 +579,7 @@ class Launch(NamedTuple):
         carry_programs: so many programs go through the rows.
         read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
         flush_v, flush_warps, flush_programs: the same of the flush, whose programs go through the list of due rows.
-        flush_registers: at most so many a thread.
+        flush_k: channels of K that it folds at a time.
     """
 
     together: bool
@@ -594,7 +591,7 @@ class Launch(NamedTuple):
     flush_v: int
     flush_warps: int
     flush_programs: int
-    flush_registers: int
+    flush_k: int
 
 
 def launch(recurrence: Any, geometry: Any, format: str, rows: int) -> Launch:
@@ -610,7 +607,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int) -> Launch:
         flush_v=min(64, block(V)),
         flush_warps=4,
         flush_programs=3,
-        flush_registers=168,
+        flush_k=32,
     )
 
 
@@ -685,7 +682,7 @@ def decode(
     reading = sizes | {"N": N, "BP": triton.next_power_of_2(window), "BT": triton.next_power_of_2(T)}
     sizes.pop("T"), sizes.pop("BK")
     flushing = sizes | {
-        "BF": block(window), "BC": 16, "CHANNEL": recurrence.channel_gate, "FORMAT": format,
+        "BF": block(window), "BC": chosen.flush_k, "CHANNEL": recurrence.channel_gate, "FORMAT": format,
         "CORRECTED": module.corrected, "FADED": module.faded if beside else None,
     }  # fmt: skip
     if skip is not None:
@@ -700,12 +697,11 @@ def decode(
         return y
     ready, PDL = Pool(layer.ready, layer.ready.stride(0)), dependent_launches(device)
     after = {"PDL": PDL, **({"launch_pdl": True} if PDL else {})}
-    units, on_cuda = B * G * triton.cdiv(H // G, chosen.carry_heads), not torch.version.hip
+    units = B * G * triton.cdiv(H // G, chosen.carry_heads)
     if beside:
         most = B * H * triton.cdiv(V, chosen.flush_v)
         flush_kernel[(min(most, chosen.flush_programs * processors(device)),)](
             high, low, ring, table, ready, B, **flushing, PDL=PDL, BV=chosen.flush_v, num_warps=chosen.flush_warps,
-            **({"maxnreg": chosen.flush_registers} if on_cuda else {}),
         )  # fmt: skip
     carry_kernel[(min(units, chosen.carry_programs * processors(device)) if PDL else units,)](
         inputs, ring, weights, table, ready, step.parent, step.kin, t, c, B,
@@ -755,7 +751,7 @@ def _launch_fold(
     BV, module = min(64, block(V)), recurrence.kernel()
     fold_kernel[(triton.cdiv(V, BV), H, len(slots))](
         *planes(layer.checkpoint), *planes(into), pools(layer), slots, start, counts,
-        H=H, G=G, V=V, K=K, R=R, BV=BV, BF=block(R - 1), BC=16,
+        H=H, G=G, V=V, K=K, R=R, BV=BV, BF=block(R - 1), BC=32,
         CHANNEL=recurrence.channel_gate, FORMAT=format, OUT=out, CORRECTED=module.corrected, FADED=module.faded,
         IN_PLACE=into is layer.checkpoint, num_warps=4,
     )  # fmt: skip

@@ -155,12 +155,10 @@ def corrected(
     # (1) E^T [j, i], and what the state recalls, BC channels at a time
     b_seen = tl.zeros_like(b_v)
     b_e = tl.zeros([BR, BR], tl.float32)
-    at, mask = tile(i_h, o_v, tl.arange(0, BC), V, K)
-    b_next = load_update(p_high + at, p_low + at, mask, FORMAT)
-    for from_k in range(0, K, BC):
-        b_s, o_k = b_next, from_k + tl.arange(0, BC)
-        at, mask = tile(i_h, o_v, o_k + BC, V, K)
-        b_next = load_update(p_high + at, p_low + at, mask, FORMAT)
+    for from_k in tl.static_range(0, K, BC):
+        o_k = from_k + tl.arange(0, BC)
+        at, mask = tile(i_h, o_v, o_k, V, K)
+        b_s = load_update(p_high + at, p_low + at, mask, FORMAT)
         b_k = load_keys(ring, slot, place, m_r, i_h, o_k, H, G, K, R)
         if CHANNEL:
             b_g = load_gates(ring, slot, place, m_r, i_h, o_k, K, R)
