@@ -26,7 +26,6 @@ SHAPES = {
 }
 WINDOW, WIDTH = 16, 4
 ROWS = (1, 256)
-BC = 16
 EXTRA: dict[str, int] = {}
 BF16, FP32 = Field("*bf16", "i32", "i32"), Field("*fp32", "i32", "i32")
 RING = Ring(*(Pool(pointer, "i32") for pointer in ("*bf16", "*bf16", *3 * ("*fp32",), "*bf16")))
@@ -87,7 +86,7 @@ def jobs(
     found = []
     for fmt, (high, low) in PLANES.items():
         planes = {"high": Pool(high, "i32"), "low": Pool(low, "i32")}
-        folding = sizes | {"FORMAT": fmt, "CORRECTED": module.corrected, "FADED": module.faded, "BF": WINDOW, "BC": BC}
+        folding = sizes | {"FORMAT": fmt, "DELTA": delta, "STEP": module.step}
         for rows in ROWS:
             chosen = kernels.launch(recurrence, Geometry(*size), fmt, rows)
             reading = sizes | {
@@ -111,8 +110,8 @@ def jobs(
                 )
         into = planes | {"out_high": Pool(high, "i32"), "out_low": Pool(low, "i32"), "ring": RING}
         into |= dict.fromkeys(("slots", "start", "counts"), "*i64")
-        folding |= {"BV": min(64, kernels.block(V)), "OUT": fmt, "IN_PLACE": True}
-        found.append((f"fold {fmt}", kernels.fold_kernel, into, folding, 4))
+        folding |= {"BV": 16, "OUT": fmt, "IN_PLACE": True}
+        found.append((f"fold {fmt}", kernels.fold_kernel, into, folding, 2))
     carrying |= {"PDL": PDL, "BJ": chosen.carry_heads, "BC": triton.next_power_of_2(chosen.carry_heads * V)}
     found.append(("carry", kernels.carry_kernel, inputs | step | {"B": "i32"}, carrying, chosen.carry_warps))
     return found

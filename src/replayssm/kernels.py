@@ -356,93 +356,72 @@ def load_tile(high, slot, i_h, i_v, V: tl.constexpr, K: tl.constexpr, BV: tl.con
 
 
 @triton.jit
-def load_keys(
-    ring, slot, place, m_r, i_h, o_k, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr
+def load_record(
+    ring, slot, place, more, i_h, o_v, o_k,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
+    DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Channels o_k of the keys at some places, as stored: [BR, BC]."""
-    p_k = ring.k.data + slot * ring.k.slot + (i_h // (H // G) * R + place[:, None]) * K + o_k
-    return tl.load(p_k, mask=m_r[:, None] & (o_k < K), other=0.0)
-
-
-@triton.jit
-def load_values(ring, slot, place, m_r, i_h, o_v, V: tl.constexpr, R: tl.constexpr):
-    """v [BV, BR] and w [BR] of the records at some places, fp32."""
-    p_v = ring.v.data + slot * ring.v.slot + (i_h * R + place[None, :]) * V + o_v[:, None]
-    b_v = tl.load(p_v, mask=m_r[None, :] & (o_v[:, None] < V), other=0.0).to(tl.float32)
-    return b_v, tl.load(ring.w.data + slot * ring.w.slot + i_h * R + place, mask=m_r, other=0.0)
-
-
-@triton.jit
-def parts(x):
-    """Three bf16 numbers that add up to x, fp32."""
-    first = x.to(tl.bfloat16)
-    rest = x - first.to(tl.float32)
-    second = rest.to(tl.bfloat16)
-    return first, second, (rest - second.to(tl.float32)).to(tl.bfloat16)
-
-
-@triton.jit
-def product(a, b):
-    """a b in fp32, as exact as there but on tensor cores: products of bf16 parts, unless a or b are in bf16."""
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32))
-    if a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16:
-        return tl.dot(a, b)
-    first, second, third = parts(a.to(tl.float32))
-    if b.dtype == tl.bfloat16:
-        return tl.dot(first, b, tl.dot(second, b, tl.dot(third, b)))
-    b_first, b_second, b_third = parts(b.to(tl.float32))
-    small = tl.dot(first, b_third, tl.dot(second, b_second, tl.dot(third, b_first)))
-    return tl.dot(first, b_first, tl.dot(first, b_second, tl.dot(second, b_first, small)))
+    """k [BK], 1 / |k| (delta rule), v [BV], g [BK] or one, and w of a record: as stored, so that none is waited for."""
+    i_g = i_h // (H // G)
+    m_k = (o_k < K) & more
+    b_k = tl.load(ring.k.data + slot * ring.k.slot + (i_g * R + place) * K + o_k, mask=m_k, other=0.0)
+    norm = 1.0
+    if DELTA:
+        norm = tl.load(ring.norm.data + slot * ring.norm.slot + i_g * R + place, mask=more, other=0.0)
+    b_v = tl.load(ring.v.data + slot * ring.v.slot + (i_h * R + place) * V + o_v, mask=(o_v < V) & more, other=0.0)
+    p_g = ring.g.data + slot * ring.g.slot
+    if CHANNEL:
+        b_g = tl.load(p_g + (i_h * R + place) * K + o_k, mask=m_k, other=0.0)
+    else:
+        b_g = tl.load(p_g + i_h * R + place, mask=more, other=0.0)
+    return b_k, norm, b_v, b_g, tl.load(ring.w.data + slot * ring.w.slot + i_h * R + place, mask=more, other=0.0)
 
 
 @triton.jit
 def fold_tile(
-    high, low, out_high, out_low, ring, slot, i_out, first, count, i_h, o_v,
+    b_s, ring, slot, first, count, i_h, o_v,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    BF: tl.constexpr, BC: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr, CORRECTED: tl.constexpr,
-    FADED: tl.constexpr,
+    BK: tl.constexpr, DELTA: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Fold `count` records from place `first` on into rows o_v of a head's state: S = exp(P_n) S + sum_j u_j k_j'^T.
-
-    u: values as CORRECTED by the state; k': keys FADED to the end. BC channels of K at a time, so that few registers
-    are enough; where the values need the state as well, its second load comes from a cache.
-    """
-    p_high, p_low = high.data + slot * high.slot, low.data + slot * low.slot
-    p_out, p_out_low = out_high.data + i_out * out_high.slot, out_low.data + i_out * out_low.slot
-    place = (first + tl.arange(0, BF)) % R
-    b_u = CORRECTED(p_high, p_low, ring, slot, place, count, i_h, o_v, H, G, V, K, R, CHANNEL, BF, BC, FORMAT)
-    for from_k in tl.static_range(0, K, BC):
-        o_k = from_k + tl.arange(0, BC)
-        at, mask = tile(i_h, o_v, o_k, V, K)
-        b_s = load_update(p_high + at, p_low + at, mask, FORMAT)
-        b_k, grown = FADED(ring, slot, place, count, i_h, o_k, H, G, K, R, CHANNEL, BF)
-        b_s += grown * b_s
-        store_planes(p_out + at, p_out_low + at, b_s + product(b_u, b_k), mask, OUT)
+    """The tile b_s [BV, BK] after `count` records from place `first`, by the recurrence; the next is on its way."""
+    o_k = tl.arange(0, BK)
+    b_k, norm, b_v, b_g, weight = load_record(
+        ring, slot, first, 0 < count, i_h, o_v, o_k, H, G, V, K, R, CHANNEL, DELTA
+    )
+    place, i = first, 0
+    while i < count:
+        i += 1
+        place = tl.where(place + 1 < R, place + 1, 0)
+        next_k, next_norm, next_v, next_g, next_w = load_record(
+            ring, slot, place, i < count, i_h, o_v, o_k, H, G, V, K, R, CHANNEL, DELTA
+        )  # fmt: skip
+        b_s = STEP(b_s, b_k.to(tl.float32) * norm, b_v.to(tl.float32), b_g, weight)
+        b_k, norm, b_v, b_g, weight = next_k, next_norm, next_v, next_g, next_w
+    return b_s
 
 
 @triton.jit
 def flush_tile(
     high, low, ring, table, folds, i_b, i_h, i_v, B,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    BV: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, FORMAT: tl.constexpr, CORRECTED: tl.constexpr,
-    FADED: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Fold the `folds` records in front of row i_b's ring_start into part i_v of head i_h, in place."""
     slot, first, _, _, _, _ = load_row(table, i_b, B)
-    fold_tile(
-        high, low, high, low, ring, slot, slot, (first + R - folds) % R, folds, i_h, i_v * BV + tl.arange(0, BV),
-        H, G, V, K, R, CHANNEL, BF, BC, FORMAT, FORMAT, CORRECTED, FADED,
-    )  # fmt: skip
-    tl.debug_barrier()  # for other threads of this program
+    o_v = i_v * BV + tl.arange(0, BV)
+    at, mask = tile(i_h, o_v, tl.arange(0, BK), V, K)
+    p_high, p_low = high.data + slot * high.slot + at, low.data + slot * low.slot + at
+    b_s = load_update(p_high, p_low, mask, FORMAT)
+    b_s = fold_tile(b_s, ring, slot, (first + R - folds) % R, folds, i_h, o_v, H, G, V, K, R, CHANNEL, BK, DELTA, STEP)
+    store_planes(p_high, p_low, b_s, mask, FORMAT)
 
 
 @triton.jit
 def flush_kernel(
     high, low, ring, table, ready, B,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    BV: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, FORMAT: tl.constexpr, CORRECTED: tl.constexpr,
-    FADED: tl.constexpr, PDL: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """flush_tile for BV rows of V after another: a persistent grid over the list of due rows, empty or not."""
     if PDL:
@@ -455,8 +434,7 @@ def flush_kernel(
         i_h, i_v = i // parts % H, i % parts
         folds = tl.load(table + 4 * B + i_b)
         flush_tile(
-            high, low, ring, table, folds, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BV, BF, BC, FORMAT, CORRECTED,
-            FADED,
+            high, low, ring, table, folds, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BV, BK, DELTA, FORMAT, STEP
         )  # fmt: skip
         publish(ready, table, i_b, H + i_h * parts + i_v, B)
         i += tl.num_programs(0)
@@ -500,8 +478,8 @@ def decode_kernel(
     high, low, inputs, ring, weights, table, parent, kin, t, c, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
-    BR: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr,
-    FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, CORRECTED: tl.constexpr, FADED: tl.constexpr,
+    BR: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
+    CARRY: tl.constexpr, GATES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Carry, flush and read in one launch, for small batches: grid (V / BV, H, B), arguments as in all three.
 
@@ -513,12 +491,12 @@ def decode_kernel(
     if slot < 0:
         zero_tile(y, i_b.to(tl.int64), i_h, i_v, T, H, V, BV)
     else:
-        if FADED is not None:
+        if STEP is not None:
             if folds > 0:
                 flush_tile(
-                    high, low, ring, table, folds, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BV, BF, BC, FORMAT,
-                    CORRECTED, FADED,
-                )  # fmt: skip
+                    high, low, ring, table, folds, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BV, BK, DELTA, FORMAT, STEP
+                )
+                tl.debug_barrier()  # for other threads of this program
         b_s = load_tile(high, slot, i_h, i_v, V, K, BV, BK)
         CARRY(
             inputs, ring, weights, table, parent, kin, t, c, i_b, i_h // J, i_h % J, i_h * V + i_v * BV,
@@ -532,8 +510,8 @@ def decode_kernel(
 def fold_kernel(
     high, low, out_high, out_low, ring, slots, start, counts,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    BV: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr,
-    CORRECTED: tl.constexpr, FADED: tl.constexpr, IN_PLACE: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr,
+    STEP: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     """The state of n slots after their first `counts` records, in place or as [n, H, V, K]: flush and materialize.
 
@@ -543,10 +521,13 @@ def fold_kernel(
     slot, count = tl.load(slots + i_n).to(tl.int64), tl.load(counts + i_n)
     i_out = slot if IN_PLACE else i_n.to(tl.int64)
     if (not IN_PLACE) or ((slot >= 0) & (count > 0)):
-        fold_tile(
-            high, low, out_high, out_low, ring, slot, i_out, tl.load(start + i_n), count, i_h,
-            i_v * BV + tl.arange(0, BV), H, G, V, K, R, CHANNEL, BF, BC, FORMAT, OUT, CORRECTED, FADED,
-        )  # fmt: skip
+        o_v = i_v * BV + tl.arange(0, BV)
+        at, mask = tile(i_h, o_v, tl.arange(0, BK), V, K)
+        b_s = load_update(high.data + slot * high.slot + at, low.data + slot * low.slot + at, mask, FORMAT)
+        b_s = fold_tile(b_s, ring, slot, tl.load(start + i_n), count, i_h, o_v, H, G, V, K, R, CHANNEL, BK, DELTA, STEP)
+        store_planes(
+            out_high.data + i_out * out_high.slot + at, out_low.data + i_out * out_low.slot + at, b_s, mask, OUT
+        )
 
 
 @triton.jit
@@ -579,7 +560,6 @@ class Launch(NamedTuple):
         carry_programs: so many programs go through the rows.
         read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
         flush_v, flush_warps, flush_programs: the same of the flush, whose programs go through the list of due rows.
-        flush_k: channels of K that it folds at a time.
     """
 
     together: bool
@@ -591,34 +571,28 @@ class Launch(NamedTuple):
     flush_v: int
     flush_warps: int
     flush_programs: int
-    flush_k: int
 
 
 def launch(recurrence: Any, geometry: Any, format: str, rows: int) -> Launch:
     """Launch choices for plain decoding, found on an NVIDIA H200 (docs/log.md, 2026-11-30)."""
     H, G, V, _ = geometry
+    most = triton.next_power_of_2(V)
     return Launch(
         together=rows * H <= 256,
-        carry_heads=1 if recurrence.delta else min(4 if rows > 64 else 2, triton.next_power_of_2(H // G)),
+        carry_heads=1 if recurrence.delta else min(8 if rows > 64 else 2, triton.next_power_of_2(H // G)),
         carry_warps=1 if recurrence.delta else 2,
         carry_programs=8,
-        read_v=16,
+        read_v=min(most, 16 if format == "fp32" else 32),
         read_warps=2,
-        flush_v=min(64, block(V)),
-        flush_warps=4,
-        flush_programs=3,
-        flush_k=32,
+        flush_v=min(most, 16),
+        flush_warps=1,
+        flush_programs=4,
     )
 
 
 def dependent_launches(device: torch.device) -> bool:
     """Whether a launch may begin before the one in front of it has ended: NVIDIA, Hopper or newer."""
     return not INTERPRETED.value and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def block(n: int) -> int:
-    """A tile's size for n: a power of two, and at least the 16 that products of tiles need."""
-    return max(16, triton.next_power_of_2(n))
 
 
 @functools.cache
@@ -672,7 +646,7 @@ def decode(
         # as many tokens as records may wait: those are folded first, to make room
         _launch_fold(recurrence, format, layer, table[0], (table[1] - table[4]) % R, table[4], layer.checkpoint, format)
     sizes = {
-        "T": T, "H": H, "G": G, "V": V, "K": K, "R": R, "BK": block(K),
+        "T": T, "H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K),
     }  # fmt: skip
     carrying = sizes | {
         "L": layer.conv.shape[1], "W": 1 if weights.conv_weight is None else weights.conv_weight.shape[1],
@@ -680,10 +654,10 @@ def decode(
         "GATES": module.gates,
     }  # fmt: skip
     reading = sizes | {"N": N, "BP": triton.next_power_of_2(window), "BT": triton.next_power_of_2(T)}
-    sizes.pop("T"), sizes.pop("BK")
+    sizes.pop("T")
     flushing = sizes | {
-        "BF": block(window), "BC": chosen.flush_k, "CHANNEL": recurrence.channel_gate, "FORMAT": format,
-        "CORRECTED": module.corrected, "FADED": module.faded if beside else None,
+        "CHANNEL": recurrence.channel_gate, "DELTA": recurrence.delta, "FORMAT": format,
+        "STEP": module.step if beside else None,
     }  # fmt: skip
     if skip is not None:
         skip = (skip[:, None] if skip.ndim == 1 else skip).expand(H, V)
@@ -748,10 +722,10 @@ def _launch_fold(
     G, R = layer.ring.k.shape[1:3]
     if not len(slots):
         return
-    BV, module = min(64, block(V)), recurrence.kernel()
+    BV = min(16, triton.next_power_of_2(V))
     fold_kernel[(triton.cdiv(V, BV), H, len(slots))](
         *planes(layer.checkpoint), *planes(into), pools(layer), slots, start, counts,
-        H=H, G=G, V=V, K=K, R=R, BV=BV, BF=block(R - 1), BC=32,
-        CHANNEL=recurrence.channel_gate, FORMAT=format, OUT=out, CORRECTED=module.corrected, FADED=module.faded,
-        IN_PLACE=into is layer.checkpoint, num_warps=4,
+        H=H, G=G, V=V, K=K, R=R, BV=BV, BK=triton.next_power_of_2(K), CHANNEL=recurrence.channel_gate,
+        DELTA=recurrence.delta, FORMAT=format, OUT=out, STEP=recurrence.kernel().step,
+        IN_PLACE=into is layer.checkpoint, num_warps=2,
     )  # fmt: skip
