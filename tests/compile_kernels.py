@@ -99,7 +99,7 @@ def jobs(
             apart = {"BJ": chosen.carry_heads, "PDL": PDL}
             types = planes | step | outputs
             if chosen.together:
-                constants = carrying | reading | folding
+                constants = carrying | reading | folding | {"BF": chosen.fold_v}
                 found.append((f"decode {fmt}", kernels.decode_kernel, types | inputs, constants, chosen.read_warps))
             else:
                 constants = reading | apart | {"BW": chosen.flush_v}

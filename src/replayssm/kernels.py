@@ -1,15 +1,17 @@
 """Implementation `triton`: what all recurrences share on a GPU. Imported only when a cache asks for it.
 
-One layer's step is two launches, at small batch one:
+One layer's step is three launches that overlap, at small batch one:
 
-    carry   convolution, gates, norms, append, then t and c (`carry` of recurrences/<name>/kernel.py), one program per
-            row and some heads of a key group
-    read    y = c_0 S0 t + c . v, skip, output gate: one program per row, head and tile of V. Where the row's ring is
-            full, the program then walks the tile, which it still holds, through the records (`step` of the same file,
-            the recurrence itself) and writes it back: a flush costs one write, no pass and no launch of its own
+    flush   rows that are due: a tile of V walked through the records (`step` of recurrences/<name>/kernel.py, the
+            recurrence itself) and written back. A few programs go through the list of such rows
+    carry   convolution, gates, norms, append, then t and c (`carry` of the same file), for a row and some heads of a
+            key group. A few programs go through the rows, in order
+    read    y = c_0 S0 t + c . v, skip, output gate: one program per row, head and tile of V
 
-The launches overlap (programmatic dependence): the read fetches checkpoints and rings while the carry still runs. At
-small batch every program repeats the carry it needs while its tile is on its way.
+A launch begins when all programs of the one before have begun (programmatic dependence). What a program needs of
+another launch it awaits by name: `ready` holds, per slot and head, the newest step that was carried (or flushed).
+So carries and flushes run while checkpoints stream in. Where launches don't overlap, nothing is ever awaited. At small
+batch every program does the carry that it needs by itself.
 
 Everything that changes from step to step is in device tensors (DeviceStep.table, cursors, rings). In Triton's
 interpreter (TRITON_INTERPRET=1) the same kernels run on a CPU, for tests. Layouts inside a slot are dense; the stride
@@ -274,8 +276,7 @@ def carry_kernel(
     i = tl.program_id(0)
     while i < B * (G * parts):
         i_b, i_u = i // (G * parts), i % (G * parts)
-        slot = tl.load(table + i_b).to(tl.int64)
-        if slot >= 0:
+        if tl.load(table + i_b) >= 0:
             i_g, i_j = i_u // parts, i_u % parts
             i_h = i_g * J + i_j * BJ
             count = tl.minimum(BJ, J - i_j * BJ) * V
@@ -478,12 +479,13 @@ def decode_kernel(
     high, low, inputs, ring, weights, table, parent, kin, t, c, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
-    BR: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
-    CARRY: tl.constexpr, GATES: tl.constexpr, STEP: tl.constexpr,
+    BF: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr,
+    FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Carry, flush and read in one launch, for small batches: grid (V / BV, H, B), arguments as in all three.
 
-    Every program does its head's carry itself; those of one head write the same numbers.
+    Every program does its head's carry itself; those of one head write the same numbers. BF rows of V are folded at a
+    time.
     """
     i_v, i_h, i_b, B = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     J: tl.constexpr = H // G
@@ -493,9 +495,12 @@ def decode_kernel(
     else:
         if STEP is not None:
             if folds > 0:
-                flush_tile(
-                    high, low, ring, table, folds, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BV, BK, DELTA, FORMAT, STEP
-                )
+                for i_f in range(BV // BF):
+                    i_w = i_v * (BV // BF) + i_f
+                    flush_tile(
+                        high, low, ring, table, folds, i_b, i_h, i_w, B, H, G, V, K, R, CHANNEL, BF, BK, DELTA, FORMAT,
+                        STEP,
+                    )  # fmt: skip
                 tl.debug_barrier()  # for other threads of this program
         b_s = load_tile(high, slot, i_h, i_v, V, K, BV, BK)
         CARRY(
@@ -556,6 +561,7 @@ class Launch(NamedTuple):
 
     Attributes:
         together: carry, flush and read are one launch.
+        fold_v: rows of V that this one launch folds at a time: more need more registers than there are.
         carry_heads, carry_warps: heads of a key group that the carry does at a time, and its warps.
         carry_programs: so many programs go through the rows.
         read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
@@ -563,6 +569,7 @@ class Launch(NamedTuple):
     """
 
     together: bool
+    fold_v: int
     carry_heads: int
     carry_warps: int
     carry_programs: int
@@ -574,18 +581,23 @@ class Launch(NamedTuple):
 
 
 def launch(recurrence: Any, geometry: Any, format: str, rows: int) -> Launch:
-    """Launch choices for plain decoding, found on an NVIDIA H200 (docs/log.md, 2026-11-30)."""
+    """Launch choices for plain decoding, found on an NVIDIA H200 (docs/log.md, 2026-11-30).
+
+    What decides the order of a sum (warps, and rows of V by format) is one choice for every number of rows: so a row's
+    result does not depend on how many there are.
+    """
     H, G, V, _ = geometry
     most = triton.next_power_of_2(V)
     return Launch(
         together=rows * H <= 256,
-        carry_heads=1 if recurrence.delta else min(8 if rows > 64 else 2, triton.next_power_of_2(H // G)),
+        fold_v=min(most, 16 if not recurrence.delta else 4 if recurrence.channel_gate else 8),
+        carry_heads=1 if recurrence.delta else min(8 if rows > 64 else 4, triton.next_power_of_2(H // G)),
         carry_warps=1 if recurrence.delta else 2,
         carry_programs=8,
         read_v=min(most, 16 if format == "fp32" else 32),
-        read_warps=2,
+        read_warps=1 if recurrence.delta else 2,
         flush_v=min(most, 16),
-        flush_warps=1,
+        flush_warps=2 if recurrence.channel_gate and format != "fp32" else 1,
         flush_programs=4,
     )
 
@@ -645,16 +657,13 @@ def decode(
     if not beside:
         # as many tokens as records may wait: those are folded first, to make room
         _launch_fold(recurrence, format, layer, table[0], (table[1] - table[4]) % R, table[4], layer.checkpoint, format)
-    sizes = {
-        "T": T, "H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K),
-    }  # fmt: skip
+    sizes = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K)}
     carrying = sizes | {
-        "L": layer.conv.shape[1], "W": 1 if weights.conv_weight is None else weights.conv_weight.shape[1],
+        "T": T, "L": layer.conv.shape[1], "W": 1 if weights.conv_weight is None else weights.conv_weight.shape[1],
         "BR": triton.next_power_of_2(window + T - 1), "CHANNEL": recurrence.channel_gate, "CARRY": module.carry,
         "GATES": module.gates,
     }  # fmt: skip
-    reading = sizes | {"N": N, "BP": triton.next_power_of_2(window), "BT": triton.next_power_of_2(T)}
-    sizes.pop("T")
+    reading = sizes | {"T": T, "N": N, "BP": triton.next_power_of_2(window), "BT": triton.next_power_of_2(T)}
     flushing = sizes | {
         "CHANNEL": recurrence.channel_gate, "DELTA": recurrence.delta, "FORMAT": format,
         "STEP": module.step if beside else None,
@@ -666,7 +675,8 @@ def decode(
     if chosen.together:
         decode_kernel[grid](
             high, low, inputs, ring, weights, table, step.parent, step.kin, t, c, *outputs,
-            **(carrying | reading | flushing), BV=chosen.read_v, num_warps=chosen.read_warps,
+            **(carrying | reading | flushing), BV=chosen.read_v, BF=chosen.fold_v,
+            num_warps=chosen.read_warps,
         )  # fmt: skip
         return y
     ready, PDL = Pool(layer.ready, layer.ready.stride(0)), dependent_launches(device)
