@@ -590,11 +590,11 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int) -> Launch:
     most = triton.next_power_of_2(V)
     return Launch(
         together=rows * H <= 256,
-        fold_v=min(most, 16 if not recurrence.delta else 4 if recurrence.channel_gate else 8),
+        fold_v=min(most, 8 if recurrence.delta else 16),
         carry_heads=1 if recurrence.delta else min(8 if rows > 64 else 4, triton.next_power_of_2(H // G)),
         carry_warps=1 if recurrence.delta else 2,
         carry_programs=8,
-        read_v=min(most, 16 if format == "fp32" else 32),
+        read_v=min(most, 16 if format == "fp32" or recurrence.channel_gate else 32),
         read_warps=1 if recurrence.delta else 2,
         flush_v=min(most, 16),
         flush_warps=2 if recurrence.channel_gate and format != "fp32" else 1,
