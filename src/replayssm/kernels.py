@@ -464,7 +464,9 @@ def read_kernel(
         if BW is not None:
             if tl.load(table + 4 * B + i_b) > 0:
                 parts: tl.constexpr = (V + BW - 1) // BW
-                await_number(ready, table, i_b, H + i_h * parts + i_v * BV // BW, B)
+                for i_w in range((BV + BW - 1) // BW):
+                    part = tl.minimum(i_v * BV // BW + i_w, parts - 1)
+                    await_number(ready, table, i_b, H + i_h * parts + part, B)
         b_s = load_tile(high, slot, i_h, i_v, V, K, BV, BK)
         read_tile(
             b_s, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP, BT, BV, BK, BJ
@@ -583,19 +585,19 @@ class Launch(NamedTuple):
 def launch(recurrence: Any, geometry: Any, format: str, rows: int) -> Launch:
     """Launch choices for plain decoding, found on an NVIDIA H200 (docs/log.md, 2026-11-30).
 
-    What decides the order of a sum (warps, and rows of V by format) is one choice for every number of rows: so a row's
-    result does not depend on how many there are.
+    What decides the order of a sum is one choice for every number of rows, so a row's result does not depend on how
+    many there are, but for one launch against three.
     """
     H, G, V, _ = geometry
     most = triton.next_power_of_2(V)
     return Launch(
         together=rows * H <= 256,
-        fold_v=min(most, 8 if recurrence.delta else 16),
-        carry_heads=1 if recurrence.delta else min(8 if rows > 64 else 4, triton.next_power_of_2(H // G)),
+        fold_v=min(most, 16),
+        carry_heads=1 if recurrence.delta else min(8, triton.next_power_of_2(H // G)),
         carry_warps=1 if recurrence.delta else 2,
         carry_programs=8,
         read_v=min(most, 16 if format == "fp32" or recurrence.channel_gate else 32),
-        read_warps=1 if recurrence.delta else 2,
+        read_warps=2,
         flush_v=min(most, 16),
         flush_warps=2 if recurrence.channel_gate and format != "fp32" else 1,
         flush_programs=4,
