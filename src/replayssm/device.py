@@ -82,7 +82,7 @@ def _tensors(layer: LayerState, step: DeviceStep) -> tuple[Any, ...]:
 def begin(
     cursors: Tensor, given: Tensor, lengths: Tensor | None, tokens: int, ring: int, conv: int, window: int, reach: int
 ) -> Tensor:
-    """DeviceStep.table [6, rows] for slots `given`; see ring_kernel.begin_kernel."""
+    """DeviceStep.table [7, rows] for slots `given`; see ring_kernel.begin_kernel."""
     return ring_kernel.begin(cursors, Sizes(ring, conv, window, reach), given, lengths, tokens)
 
 
@@ -90,7 +90,7 @@ def begin(
 def _(
     cursors: Tensor, given: Tensor, lengths: Tensor | None, tokens: int, ring: int, conv: int, window: int, reach: int
 ) -> Tensor:
-    return given.new_empty(6, given.shape[0], dtype=torch.int32)
+    return given.new_empty(7, given.shape[0], dtype=torch.int32)
 
 
 @torch.library.custom_op("replayssm::commit", mutates_args=("cursors",))

@@ -13,8 +13,8 @@ from torch import Tensor
 from replayssm.ring import Cursors, DeviceStep, Sizes, ancestors, folds_after_read
 
 BLOCK = 128
-# Rows of the cursor tensor [8, S], by their names in Cursors
-RING_START, COMMITTED, PENDING, FLUSH_AT, CONV_END, REACH, LIVE, CLAMPED = map(
+# Rows of the cursor tensor [9, S], by their names in Cursors
+RING_START, COMMITTED, PENDING, FLUSH_AT, CONV_END, REACH, LIVE, CLAMPED, FLUSHES = map(
     tl.constexpr, range(len(Cursors._fields))
 )
 
@@ -28,10 +28,10 @@ def begin_kernel(
     """Flush and begin of ring.py for B rows, one program for BLOCK of them.
 
     | Name    | Shape  | Dtype | Dir    | Meaning                                |
-    | cursors | [8, S] | int64 | in/out | the pool's cursors, rows as in Cursors |
+    | cursors | [9, S] | int64 | in/out | the pool's cursors, rows as in Cursors |
     | given   | [B]    | int64 | in     | slots, negative for padding            |
     | lengths | [B]    | int64 | in     | tokens of every row, or None for T     |
-    | table   | [6, B] | int32 | out    | DeviceStep.table                       |
+    | table   | [7, B] | int32 | out    | DeviceStep.table                       |
 
     DEFERRED: the layers' reads fold what is due, so the table has the cursors of before the flush.
     """
@@ -60,6 +60,8 @@ def begin_kernel(
     tl.store(p + RING_START * S, (start + folds) % R, mask=due)
     tl.store(p + COMMITTED * S, committed - folds, mask=due)
     tl.store(p + FLUSH_AT * S, 0 * committed + WINDOW, mask=due)
+    flushes = tl.load(p + FLUSHES * S, mask=active, other=0) + tl.where(due, 1, 0)
+    tl.store(p + FLUSHES * S, flushes, mask=due)
     # (2) begin
     tl.store(p + REACH * S, tl.minimum(tl.where(due, 0, reach), MOST - length), mask=active)
     if not DEFERRED:
@@ -71,6 +73,7 @@ def begin_kernel(
     tl.store(at + 3 * B, length.to(tl.int32), mask=m)
     tl.store(at + 4 * B, folds.to(tl.int32), mask=m)
     tl.store(at + 5 * B, conv_end.to(tl.int32), mask=m)
+    tl.store(at + 6 * B, flushes.to(tl.int32), mask=m)
 
 
 @triton.jit
@@ -98,9 +101,9 @@ def commit_kernel(cursors, table, counts, S, B, CONV: tl.constexpr, BLOCK: tl.co
 
 
 def begin(cursors: Tensor, sizes: Sizes, given: Tensor, lengths: Tensor | None, tokens: int) -> Tensor:
-    """DeviceStep.table for rows of the slots `given`: cursors [8, S] move as ring.flush and ring.begin say."""
+    """DeviceStep.table for rows of the slots `given`: cursors [9, S] move as ring.flush and ring.begin say."""
     rows = len(given)
-    table = torch.empty(6, rows, dtype=torch.int32, device=given.device)
+    table = torch.empty(7, rows, dtype=torch.int32, device=given.device)
     if rows:
         begin_kernel[(triton.cdiv(rows, BLOCK),)](
             cursors, given, lengths, table, cursors.shape[1], rows,
@@ -111,7 +114,7 @@ def begin(cursors: Tensor, sizes: Sizes, given: Tensor, lengths: Tensor | None, 
 
 
 def commit(cursors: Tensor, sizes: Sizes, table: Tensor, counts: Tensor | None) -> None:
-    """Cursors [8, S] move as ring.commit says, for the rows of a step's table."""
+    """Cursors [9, S] move as ring.commit says, for the rows of a step's table."""
     rows = table.shape[1]
     if rows:
         commit_kernel[(triton.cdiv(rows, BLOCK),)](
