@@ -6,18 +6,22 @@ import sys
 import tempfile
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from replayssm import Geometry, kernels, recurrences, ring_kernel
+from replayssm import Geometry, formats, kernels, recurrences, ring_kernel
 from replayssm.kernels import Field, Inputs, LayerWeights, Pool, Ring
 
-PLANES = {
-    "fp32": ("*fp32", "*fp32"),
-    "split16": ("*bf16", "*i16"),
-    "bf16": ("*bf16", "*bf16"),
-    "fp16": ("*fp16", "*fp16"),
+FORMATS = ("fp32", "split16", "bf16", "fp16", "fp8", "fp16+fp4/residual", "fp8+mxfp4")
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int16: "*i16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
 }
 SHAPES = {
     "mamba2": [(64, 8, 64, 128), (96, 8, 80, 128), (128, 8, 64, 128)],
@@ -39,7 +43,8 @@ def resources(kernel: Any, types: dict[str, Any], constants: dict[str, Any], war
         if isinstance(value, tuple):
             at = kernel.arg_names.index(name)
             nones += [(at, i) for i, part in enumerate(value) if part is None]
-            signature[name] = type(value)(*("constexpr" if part is None else part for part in value))
+            given = ["constexpr" if part is None else part for part in value]
+            signature[name] = type(value)(*given) if hasattr(value, "_fields") else tuple(given)
         elif value is None:
             signature[name] = "constexpr"
     signature = {name: signature[name] for name in kernel.arg_names}
@@ -82,8 +87,9 @@ def jobs(
     step = {"ring": RING, "table": "*i32", "t": "*fp32", "c": "*fp32"}
     outputs = {"y": "*bf16", "skip": None if delta else Field("*fp32", "i32", "i32"), "gate": None}
     found = []
-    for fmt, (high, low) in PLANES.items():
-        planes = {"high": Pool(high, "i32"), "low": Pool(low, "i32")}
+    for fmt in FORMATS:
+        pools = tuple(Pool(POINTERS[plane.dtype], "i32") for plane in formats.get(fmt).planes)
+        planes = {"planes": pools, "key": "*i64"}
         folding = sizes | {"DELTA": delta, "FORMAT": fmt, "STEP": module.step}
         for rows in ROWS:
             chosen = kernels.launch(recurrence, Geometry(*size), rows)
@@ -101,8 +107,8 @@ def jobs(
                 )
             else:
                 found.append((f"read {fmt}", kernels.read_kernel, types, reading | {"PDL": PDL}, chosen.read_warps))
-        into = planes | {"out_high": Pool(high, "i32"), "out_low": Pool(low, "i32"), "ring": RING}
-        into |= dict.fromkeys(("slots", "start", "counts"), "*i64")
+        into = planes | {"into": pools, "ring": RING}
+        into |= dict.fromkeys(("slots", "start", "counts", "flushes"), "*i64")
         folding |= {"BV": 32, "OUT": fmt, "IN_PLACE": True}
         found.append((f"fold {fmt}", kernels.fold_kernel, into, folding, 4))
     carrying |= {"PDL": PDL, "BJ": chosen.carry_heads, "BC": triton.next_power_of_2(chosen.carry_heads * V)}

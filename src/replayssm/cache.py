@@ -232,8 +232,8 @@ class ReplayCache:
         if self.device.type == "cpu" and not bool(state.isfinite().all()):
             bad = slots[~state.isfinite().flatten(1).all(1)].tolist()
             raise ValueError(
-                f"{where}: the state must be finite; that for slots {bad} is not. Look for what made it so (an overflow "
-                "in a 16-bit prefill, a NaN among the inputs); other slots can be loaded."
+                f"{where}: the state must be finite; that for slots {bad} is not. Look for what made it so (an "
+                "overflow in a 16-bit prefill, a NaN among the inputs); other slots can be loaded."
             )
         for pool in (*into.ring, into.conv):
             pool[slots] = 0

@@ -13,21 +13,22 @@ update value, so a coarse `read` costs output accuracy only and the state stays 
     bf16      16                     saturating at the largest finite value, as fp16
     fp16      16
     fp8       8     1 fp32           e4m3 times a power of two, the smallest with which nothing saturates
-    int8      8     1 fp32           -127 to 127 times amax / 127
+    int8      8     1 fp32           -127 to 127 times amax / 127; stored as 1 to 255, which turns to a float faster
     fp4       4     1 fp32, K / 16   NVFP4: e2m1 times an e4m3 per 16 along K, times a power of two
     mxfp4     4     K / 32 bytes     MXFP4: e2m1 times a power of two per 32 along K
 
 A kind alone is read and updated (the *shared* mode). `+ copy`: tokens read a copy in another kind, written at a flush
 beside the checkpoint, rounded to nearest. `/residual`: the checkpoint is that copy plus what it lacks, in as many bits
-as fp16 or fp8 has left over, so no second copy is stored: value = (code + r unit half_step) scale, with a whole number r
-and half a step of the copy at that code. That is at least as fine as fp16 or fp8. Rounding is stochastic below 16 bits and wherever there is a copy, unless /nearest
-is said; fp64, fp32 and split16 round nothing.
+as fp16 or fp8 has left over, so no second copy is stored: value = (code + r unit half_step) scale, with a whole number
+r and half a step of the copy at that code. That is at least as fine as fp16 or fp8.
 
-A stochastic rounding goes up with the probability of the part that is cut off, so its mean is the value. The random
-bits are a function of (seed, layer, slot, flush number, element): see `noise`. All of it is arithmetic that kernels
-repeat bit for bit (formats_kernel.py): integers, powers of two, one rounded division.
+Rounding is stochastic below 16 bits and wherever there is a copy, unless /nearest is said; fp64, fp32 and split16 round
+nothing. A stochastic rounding goes up with the probability of the part that is cut off, so its mean is the value. The
+random bits are a function of (seed, layer, slot, flush number, element): see `noise`. All of it is arithmetic that
+kernels repeat bit for bit (formats_kernel.py): integers, powers of two, a rounded division.
 
-A row of K with a value that is not finite reads as NaN in the scaled kinds, all of it, and no other row does.
+Powers of two that scale go from 2^-63 to 2^63: what is larger saturates (from 1e20 on), as it does in fp16. A row of K
+with a value that is not finite reads as NaN in the scaled kinds, all of it, and no other row does.
 
 Planes: [..., V, K / per] each, or [..., V, 1] where one entry serves the row.
 """
@@ -66,7 +67,8 @@ class Kind(NamedTuple):
         decode: planes -> state in the compute dtype.
         read: the first `read_planes` planes -> state in the compute dtype.
         block: K must be a multiple of it.
-        parts: planes -> (code, half a step at that code, scale) with decode = code * scale, where a residual can follow.
+        parts: planes -> (code, half a step at that code, scale) with decode = code * scale, where a residual
+            can follow.
     """
 
     name: str
@@ -180,7 +182,7 @@ class Format(NamedTuple):
     def _encode_residual(self, state: Tensor, copy: Planes, random: Tensor | None) -> Planes:
         bits, most = self.residual_bits, 2 ** (self.residual_bits - 1) - 1
         code, half_step, scale = self.copy.parts(copy)  # type: ignore[misc, union-attr]
-        units = (state / scale - code) / (half_step * RESIDUAL_UNIT[bits])
+        units = (_finite(state)[0] / scale - code) / (half_step * RESIDUAL_UNIT[bits])
         units = torch.where(units.isnan(), 0.0, units.clamp(-most, most))  # where a row is not finite its scale says so
         return _split_residual(round_integer(units, random).clamp(-most, most), bits)
 
@@ -286,9 +288,9 @@ def _bits(x: float) -> int:
 
 
 def _power(amax: Tensor, limit: float) -> Tensor:
-    """e + 127, int32, of the smallest power of two 2^e, -126 <= e <= 126, with amax <= limit 2^e."""
+    """e + 127, int32, of the smallest power of two 2^e, -63 <= e <= 63, with amax <= limit 2^e."""
     whole, fraction = _bits(limit) >> 23, _bits(limit) & 0x7FFFFF
-    return (((amax.view(torch.int32) + (0x7FFFFF - fraction)) >> 23) - whole + 127).clamp(1, 253)
+    return (((amax.view(torch.int32) + (0x7FFFFF - fraction)) >> 23) - whole + 127).clamp(64, 190)
 
 
 def _two_to(power: Tensor) -> Tensor:
@@ -361,7 +363,7 @@ def _scaled(
 def _encode_fp8(state: Tensor, random: Tensor | None) -> Planes:
     state, bad = _finite(state)
     power = _power(state.abs().amax(-1, keepdim=True), 448.0)
-    code = round_float(state * _two_to(254 - power), 3, -6, random)
+    code = round_float((state * _two_to(254 - power)).clamp(-448, 448), 3, -6, random)
     return code.to(torch.float8_e4m3fn).view(torch.uint8), _two_to(power) + bad
 
 
@@ -374,11 +376,11 @@ def _parts_fp8(planes: Planes) -> tuple[Tensor, Tensor, Tensor]:
 def _encode_int8(state: Tensor, random: Tensor | None) -> Planes:
     state, bad = _finite(state)
     scale = (state.abs().amax(-1, keepdim=True) / 127).clamp(min=2.0**-126)
-    return round_integer(state / scale, random).clamp(-127, 127).to(torch.int8), scale + bad
+    return (round_integer(state / scale, random).clamp(-127, 127) + 128).to(torch.uint8), scale + bad
 
 
 def _parts_int8(planes: Planes) -> tuple[Tensor, Tensor, Tensor]:
-    return planes[0].to(torch.float32), torch.full_like(planes[1], 0.5), planes[1]
+    return planes[0].to(torch.float32) - 128, torch.full_like(planes[1], 0.5), planes[1]
 
 
 def _blocks(x: Tensor, size: int) -> Tensor:
@@ -419,8 +421,9 @@ def _encode_fp4(state: Tensor, random: Tensor | None) -> Planes:
     state, bad = _finite(state)
     power = _power(state.abs().amax(-1, keepdim=True), 6 * 448.0)
     state = _blocks(state * _two_to(254 - power), 16)
-    # to nearest: a largest element that is clipped by 3 % costs less than a scale too large by 6 %
-    scale = round_float(state.abs().amax(-1) / 6, 3, -6, None).clamp(min=2.0**-9)
+    # no subnormal scales: blocks that small are nothing beside the row. To nearest: a largest element that is clipped
+    # by 3 % costs less than a scale too large by 6 %
+    scale = round_float((state.abs().amax(-1) / 6).clamp(2.0**-6, 448), 3, -6, None)
     codes = _encode_e2m1((state / scale[..., None]).clamp(-6, 6).flatten(-2), random)
     return codes, scale.to(torch.float8_e4m3fn).view(torch.uint8), _two_to(power) + bad
 
@@ -433,7 +436,7 @@ def _encode_mxfp4(state: Tensor, random: Tensor | None) -> Planes:
     state, bad = _finite(state)
     state = _blocks(state, 32)
     power = _power(state.abs().amax(-1), 6.0)
-    codes = _encode_e2m1((state * _two_to(254 - power)[..., None]).flatten(-2), random)
+    codes = _encode_e2m1((state * _two_to(254 - power)[..., None]).clamp(-6, 6).flatten(-2), random)
     return codes, torch.where(bad.isnan(), 255, power).to(torch.uint8)
 
 
@@ -445,8 +448,8 @@ def _parts_mxfp4(planes: Planes) -> tuple[Tensor, Tensor, Tensor]:
 # ---- residuals ----
 
 
-# By bits: a residual's unit in half steps of the copy. The largest residual then reaches half a step, as near as sums of
-# code and residual stay exact in fp32.
+# By bits: a residual's unit in half steps of the copy. The largest residual then reaches half a step, as nearly as sums
+# of code and residual stay exact in fp32.
 RESIDUAL_UNIT = {4: 9 / 64, 8: 129 / 16384, 12: 1 / 2048}
 
 
@@ -485,7 +488,7 @@ KINDS: dict[str, Kind] = {
     "bf16": _float("bf16", torch.bfloat16),
     "fp16": _float("fp16", torch.float16),
     "fp8": _scaled("fp8", 8, (Plane(torch.uint8), Plane(torch.float32, 0)), _encode_fp8, _parts_fp8),
-    "int8": _scaled("int8", 8, (Plane(torch.int8), Plane(torch.float32, 0)), _encode_int8, _parts_int8),
+    "int8": _scaled("int8", 8, (Plane(torch.uint8), Plane(torch.float32, 0)), _encode_int8, _parts_int8),
     "fp4": _scaled(
         "fp4",
         4,

@@ -188,10 +188,11 @@ class DeviceStep(NamedTuple):
 
     Attributes:
         rows, tokens: sizes of the caller's tensors, [rows, tokens, ...].
-        table: int32 [7, rows]. (0) The slot, -1 if the row brings no token, (1) ring_start and (2) num_committed as the
-            step's layers find them, (3) tokens, (4) records that each layer's decode folds into the checkpoint,
-            (5) conv_end, (6) flushes, the one of (4) included. Where max_tokens <= window, a layer reads the checkpoint first and folds
-            then, so (1) and (2) are those of before the flush; otherwise it makes room first, and they are those after.
+        table: int32 [7, rows]. (0) The slot, -1 if the row brings no token, (1) ring_start and (2) num_committed as
+            the step's layers find them, (3) tokens, (4) records that each layer's decode folds into the checkpoint,
+            (5) conv_end, (6) flushes, that of (4) included. Where max_tokens <= window, a layer reads the checkpoint
+            first and folds then, so (1) and (2) are those of before the flush; otherwise it makes room first, and
+            they are those after.
         parent: int32 [rows, T] for a draft tree, None for a chain.
         kin: int8 [rows, T, T], which of the step's tokens each sees, itself included; None for a chain.
     """
