@@ -25,7 +25,7 @@ r and half a step of the copy at that code. That is at least as fine as fp16 or 
 Rounding is stochastic below 16 bits and wherever there is a copy, unless /nearest is said; fp64, fp32 and split16 round
 nothing. A stochastic rounding goes up with the probability of the part that is cut off, so its mean is the value. The
 random bits are a function of (seed, layer, slot, flush number, element): see `noise`. All of it is arithmetic that
-kernels repeat bit for bit (formats_kernel.py): integers, powers of two, a rounded division.
+kernels repeat bit for bit (formats_kernel.py): integers, powers of two, rounded products and quotients.
 
 Powers of two that scale go from 2^-63 to 2^63: what is larger saturates (from 1e20 on), as it does in fp16. A row of K
 with a value that is not finite reads as NaN in the scaled kinds, all of it, and no other row does.
@@ -124,6 +124,11 @@ class Format(NamedTuple):
         """Bits of a residual, 0 where there is none."""
         return self.kind.bits - self.reads.bits if self.residual else 0
 
+    @property
+    def residual_unit(self) -> float:
+        """A residual's unit in half steps of the copy."""
+        return RESIDUAL_UNIT[self.residual_bits]
+
     def stored_bytes(self, K: int) -> float:
         """Bytes kept per state element, scales included."""
         return _bytes(self.planes, K)
@@ -173,7 +178,7 @@ class Format(NamedTuple):
             return self.kind.decode(planes[split:])
         code, half_step, scale = self.copy.parts(planes[:split])  # type: ignore[misc]
         r = _join_residual(planes[split:], self.residual_bits)
-        return (code + r * (half_step * RESIDUAL_UNIT[self.residual_bits])) * scale
+        return (code + r * (half_step * self.residual_unit)) * scale
 
     def read(self, planes: Planes) -> Tensor:
         """What tokens are answered from, of the first `read_planes` planes."""
@@ -182,7 +187,7 @@ class Format(NamedTuple):
     def _encode_residual(self, state: Tensor, copy: Planes, random: Tensor | None) -> Planes:
         bits, most = self.residual_bits, 2 ** (self.residual_bits - 1) - 1
         code, half_step, scale = self.copy.parts(copy)  # type: ignore[misc, union-attr]
-        units = (_finite(state)[0] / scale - code) / (half_step * RESIDUAL_UNIT[bits])
+        units = (_finite(state)[0] * (1 / scale) - code) * (1 / half_step) * (1 / self.residual_unit)
         units = torch.where(units.isnan(), 0.0, units.clamp(-most, most))  # where a row is not finite its scale says so
         return _split_residual(round_integer(units, random).clamp(-most, most), bits)
 
@@ -376,7 +381,7 @@ def _parts_fp8(planes: Planes) -> tuple[Tensor, Tensor, Tensor]:
 def _encode_int8(state: Tensor, random: Tensor | None) -> Planes:
     state, bad = _finite(state)
     scale = (state.abs().amax(-1, keepdim=True) / 127).clamp(min=2.0**-126)
-    return (round_integer(state / scale, random).clamp(-127, 127) + 128).to(torch.uint8), scale + bad
+    return (round_integer(state * (1 / scale), random).clamp(-127, 127) + 128).to(torch.uint8), scale + bad
 
 
 def _parts_int8(planes: Planes) -> tuple[Tensor, Tensor, Tensor]:
@@ -423,8 +428,8 @@ def _encode_fp4(state: Tensor, random: Tensor | None) -> Planes:
     state = _blocks(state * _two_to(254 - power), 16)
     # no subnormal scales: blocks that small are nothing beside the row. To nearest: a largest element that is clipped
     # by 3 % costs less than a scale too large by 6 %
-    scale = round_float((state.abs().amax(-1) / 6).clamp(2.0**-6, 448), 3, -6, None)
-    codes = _encode_e2m1((state / scale[..., None]).clamp(-6, 6).flatten(-2), random)
+    scale = round_float((state.abs().amax(-1) * (1 / 6)).clamp(2.0**-6, 448), 3, -6, None)
+    codes = _encode_e2m1((state * (1 / scale[..., None])).clamp(-6, 6).flatten(-2), random)
     return codes, scale.to(torch.float8_e4m3fn).view(torch.uint8), _two_to(power) + bad
 
 

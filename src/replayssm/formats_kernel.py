@@ -7,9 +7,8 @@ power of two, masked); `planes` are all planes of a format, in its order, as Poo
     load_update  tile           what a flush starts from
     store        tile ->        encode and write every plane
 
-Instructions per element of a read, behind the load: 1 for 16 bits, 1 to 2 for fp8 and int8, 6 for fp4 and mxfp4 (the
-nibble shifted to its place in fp32 bits, the block's scale); scales of rows cost nothing per element. Powers of two are
-moved from elements to `scale`, so that a nibble becomes a float without a conversion: see SHIFT.
+Scales of rows cost a read nothing per element: they multiply the sum over K. What decoding and encoding cost, in machine
+instructions per element, is printed by `python tests/compile_kernels.py cost` (docs/formats.md has the table).
 """
 
 from typing import Any
@@ -17,67 +16,85 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import libdevice
 
 from replayssm import formats
 
-# e4m3 has a conversion of its own on NVIDIA from Ada on; elsewhere it is put together from its bits.
-HAS_FP8 = tl.constexpr(
+# Instructions that only NVIDIA GPUs have, from Ada on: e4m3 conversions, products that are not fused, byte shuffles.
+# Elsewhere, and in the interpreter, the same values are put together by plain arithmetic.
+NVIDIA = tl.constexpr(
     torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability() >= (8, 9)
 )
-# An e2m1 code in the exponent and mantissa bits of an fp32 is its value times 2^-126 (a subnormal number where the code
-# is one). Scales of blocks come times 2^63 and the other 2^63 is the row's: nothing over- or underflows between.
-SHIFT = tl.constexpr(2.0**63)
+# Four bytes of two e2m1 codes to fp16 times 2^-14: the sign to bit 15, the other three bits to 11..9 (a subnormal
+# number where the code is one). $0 and $1 are the first codes of the bytes, two a register, $2 and $3 the second ones.
+E2M1_ASM = tl.constexpr("""{
+    .reg .b32 p, q, s, m;
+    prmt.b32 p, $4, 0, 0x1404;
+    prmt.b32 q, $4, 0, 0x3424;
+    shl.b32 s, p, 4; shl.b32 m, p, 1; and.b32 m, m, 0x0E000E00; lop3.b32 $0, s, 0x80008000, m, 0xEA;
+    shl.b32 s, q, 4; shl.b32 m, q, 1; and.b32 m, m, 0x0E000E00; lop3.b32 $1, s, 0x80008000, m, 0xEA;
+    shr.b32 m, p, 3; and.b32 m, m, 0x0E000E00; lop3.b32 $2, p, 0x80008000, m, 0xEA;
+    shr.b32 m, q, 3; and.b32 m, m, 0x0E000E00; lop3.b32 $3, q, 0x80008000, m, 0xEA;
+}""")
+
+
+def described(name: str) -> formats.Format:
+    """The format of a name, for the functions below, which run when a kernel is compiled."""
+    return formats.get(name)
+
+
+described.__triton_builtin__ = True  # type: ignore[attr-defined]  # Triton need not read on from here
 
 
 @triton.constexpr_function
 def checkpoint_kind(FORMAT: Any) -> str:
     """The kind of the checkpoint, or "residual"."""
-    fmt = formats.get(FORMAT)
+    fmt = described(FORMAT)
     return "residual" if fmt.residual else fmt.kind.name
 
 
 @triton.constexpr_function
 def copy_kind(FORMAT: Any) -> str | None:
     """The kind of the copy, or None."""
-    fmt = formats.get(FORMAT)
+    fmt = described(FORMAT)
     return fmt.copy.name if fmt.copy else None
 
 
 @triton.constexpr_function
 def read_kind(FORMAT: Any) -> str:
     """The kind that tokens read."""
-    return formats.get(FORMAT).reads.name
+    return described(FORMAT).reads.name
 
 
 @triton.constexpr_function
 def copy_planes(FORMAT: Any) -> int:
     """How many planes the copy has: the checkpoint's own come behind them."""
-    fmt = formats.get(FORMAT)
+    fmt = described(FORMAT)
     return len(fmt.copy.planes) if fmt.copy else 0
 
 
 @triton.constexpr_function
 def residual_bits(FORMAT: Any) -> int:
     """Bits of the residual."""
-    return formats.get(FORMAT).residual_bits
+    return described(FORMAT).residual_bits
 
 
 @triton.constexpr_function
 def residual_unit(FORMAT: Any) -> float:
     """A residual's unit in half steps."""
-    return formats.RESIDUAL_UNIT[formats.get(FORMAT).residual_bits]
+    return described(FORMAT).residual_unit
 
 
 @triton.constexpr_function
 def is_stochastic(FORMAT: Any) -> bool:
     """Whether the checkpoint is rounded stochastically."""
-    return formats.get(FORMAT).stochastic
+    return described(FORMAT).stochastic
 
 
 @triton.constexpr_function
 def reads_the_update(FORMAT: Any) -> bool:
     """Whether what tokens read is all that a flush needs: tile * scale of load_read is load_update's tile."""
-    fmt = formats.get(FORMAT)
+    fmt = described(FORMAT)
     return fmt.copy is None and fmt.kind.name != "split16"
 
 
@@ -122,24 +139,30 @@ def store_rows(plane, slot, i_h, o_v, x, V: tl.constexpr):
 @triton.jit
 def e4m3(codes):
     """uint8 codes as fp32. There are no NaN among ours."""
-    if HAS_FP8:
+    if NVIDIA:
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     bits = codes.to(tl.uint32)
     return (((bits & 0x7F) << 20) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
 
 
 @triton.jit
-def from_nibble(codes, LEFT: tl.constexpr, SIGN: tl.constexpr):
-    """e2m1 codes shifted to the left by LEFT (and SIGN, for the sign bit), in fp32 times 2^-126."""
-    return (((codes << LEFT) & 0x01C00000) | ((codes << SIGN) & 0x80000000)).to(tl.float32, bitcast=True)
+def from_nibble(codes):
+    """e2m1 codes 0 to 15 in fp16 times 2^-14; see E2M1_ASM."""
+    return (((codes & 7) << 9) | ((codes & 8) << 12)).to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def e2m1(codes, scale, BV: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr):
-    """Bytes of two codes [BV, BK / 2] times the scale of their block [BV, BK / BLOCK], [BV, BK] times 2^-126."""
-    bits = tl.reshape(codes, [BV, BK // BLOCK, BLOCK // 2]).to(tl.uint32)
-    first, second = from_nibble(bits, 22, 28), from_nibble(bits, 18, 24)
-    return tl.reshape(tl.join(first * scale[:, :, None], second * scale[:, :, None]), [BV, BK])
+    """Bytes of two codes [BV, BK / 2] times the scale of their block times 2^14, [BV, BK / BLOCK]: [BV, BK] fp32."""
+    bits = tl.reshape(codes, [BV, BK // BLOCK, BLOCK // 2])
+    if NVIDIA:
+        first, second = tl.inline_asm_elementwise(
+            E2M1_ASM, "=r,=r,=r,=r,r", [bits], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    else:
+        first, second = from_nibble(bits.to(tl.uint32) & 15), from_nibble(bits.to(tl.uint32) >> 4)
+    scale = scale[:, :, None]
+    return tl.reshape(tl.join(first.to(tl.float32) * scale, second.to(tl.float32) * scale), [BV, BK])
 
 
 @triton.jit
@@ -158,15 +181,14 @@ def load_kind(
     elif KIND == "fp4":
         codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2)
         blocks = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 16, BK // 16).to(tl.uint32)
-        # e4m3 without subnormal numbers: 2^(63 + 120) above its bits in fp32's place
-        scale = ((blocks << 20) + (183 << 23)).to(tl.float32, bitcast=True)
-        return e2m1(codes, scale, BV, BK, 16), load_rows(planes[FIRST + 2], slot, i_h, o_v, V) * SHIFT
+        # e4m3 without subnormal numbers: its bits in fp32's place times 2^120
+        scale = ((blocks << 20) + ((120 + 14) << 23)).to(tl.float32, bitcast=True)
+        return e2m1(codes, scale, BV, BK, 16), load_rows(planes[FIRST + 2], slot, i_h, o_v, V)
     elif KIND == "mxfp4":
         codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2)
         blocks = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 32, BK // 32).to(tl.uint32)
-        scale = ((blocks + 63) << 23).to(tl.float32, bitcast=True)
-        scale = tl.where(blocks == 255, float("nan"), scale)
-        return e2m1(codes, scale, BV, BK, 32), SHIFT
+        scale = tl.where(blocks == 255, float("nan"), ((blocks + 14) << 23).to(tl.float32, bitcast=True))
+        return e2m1(codes, scale, BV, BK, 32), 1.0
     else:
         tile = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK).to(tl.float32)
         return tile, 1.0
@@ -222,6 +244,14 @@ def load_residual(
 
 
 @triton.jit
+def product(x, y):
+    """x y, rounded: never part of a fused multiply-add, which would round once less than torch does."""
+    if NVIDIA:
+        return libdevice.mul_rn(x, y)
+    return x * y
+
+
+@triton.jit
 def load_update(
     planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
@@ -241,10 +271,9 @@ def load_update(
             code, scale = load_kind(planes, slot, i_h, o_v, V, K, BV, BK, COPY, 0)
             return (code + r * (half_step(code, COPY) * UNIT)) * scale[:, None]
         else:
-            # codes without their blocks' scales; 2^126 in two steps
             BLOCK: tl.constexpr = 16 if COPY == "fp4" else 32
-            ones = tl.full([BV, BK // BLOCK], SHIFT, tl.float32)
-            code = e2m1(load_elements(planes[0], slot, i_h, o_v, V, K // 2, BK // 2), ones, BV, BK, BLOCK) * SHIFT
+            one = tl.full([BV, BK // BLOCK], 16384.0, tl.float32)
+            code = e2m1(load_elements(planes[0], slot, i_h, o_v, V, K // 2, BK // 2), one, BV, BK, BLOCK)
             value = code + r * (half_step(code, COPY) * UNIT)
             scale = block_scale(planes, slot, i_h, o_v, V, K, BK, COPY)
             return tl.reshape(tl.reshape(value, [BV, BK // BLOCK, BLOCK]) * scale[:, :, None], [BV, BK])
@@ -252,7 +281,8 @@ def load_update(
         tile, scale = load_kind(planes, slot, i_h, o_v, V, K, BV, BK, KIND, FIRST)
         if KIND == "fp8" or KIND == "int8" or KIND == "fp4":
             return tile * scale[:, None]
-        return tile * scale
+        else:
+            return tile
 
 
 @triton.jit
@@ -349,6 +379,17 @@ def clamp(x, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def to_e4m3(value):
+    """uint8 codes of numbers that e4m3 holds."""
+    if NVIDIA:
+        return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    bits = value.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    small = (tl.abs(value) * 512.0).to(tl.int32)
+    return (tl.where(size < (121 << 23), small, (size >> 20) - 960) | tl.where(bits < 0, 0x80, 0)).to(tl.uint8)
+
+
+@triton.jit
 def store_nibbles(
     plane, slot, i_h, o_v, x, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
@@ -384,15 +425,11 @@ def store_scaled(
         exponent = power(tl.max(tl.abs(b_s), 1), 0x43E00000)  # 448
         ratio = b_s * two_to(254 - exponent)[:, None]
         code = round_float(clamp(ratio, 448.0), random, 3, -6, STOCHASTIC)
-        bits = code.to(tl.int32, bitcast=True)
-        size = bits & 0x7FFFFFFF
-        small = (tl.abs(code) * 512.0).to(tl.int32)
-        stored = tl.where(size < (121 << 23), small, (size >> 20) - 960) | tl.where(bits < 0, 0x80, 0)
-        store_elements(planes[FIRST], slot, i_h, o_v, stored.to(tl.uint8), V, K, BK)
+        store_elements(planes[FIRST], slot, i_h, o_v, to_e4m3(code), V, K, BK)
         store_rows(planes[FIRST + 1], slot, i_h, o_v, two_to(exponent) + bad, V)
     elif KIND == "int8":
         scale = tl.maximum(tl.div_rn(tl.max(tl.abs(b_s), 1), tl.full([BV], 127.0, tl.float32)), 1.1754943508222875e-38)
-        ratio = tl.div_rn(b_s, tl.broadcast_to(scale[:, None], [BV, BK]))
+        ratio = product(b_s, tl.broadcast_to(tl.div_rn(tl.full([BV], 1.0, tl.float32), scale)[:, None], [BV, BK]))
         whole = tl.minimum(tl.maximum(round_integer(ratio, random, STOCHASTIC), -127), 127)
         code = whole.to(tl.float32)
         store_elements(planes[FIRST], slot, i_h, o_v, (whole + 128).to(tl.uint8), V, K, BK)
@@ -400,11 +437,10 @@ def store_scaled(
     elif KIND == "fp4":
         exponent = power(tl.max(tl.abs(b_s), 1), 0x45280000)  # 6 * 448
         blocks = tl.reshape(b_s * two_to(254 - exponent)[:, None], [BV, BK // 16, 16])
-        six = tl.full([BV, BK // 16], 6.0, tl.float32)
-        most = tl.div_rn(tl.max(tl.abs(blocks), 2), six)
-        scale = round_float(tl.minimum(tl.maximum(most, 0.015625), 448.0), 0, 3, -6, False)
-        ratio = tl.div_rn(blocks, tl.broadcast_to(scale[:, :, None], [BV, BK // 16, 16]))
-        ratio = tl.reshape(ratio, [BV, BK])
+        most = tl.minimum(tl.maximum(tl.max(tl.abs(blocks), 2) * 0.16666667163372040, 0.015625), 448.0)
+        scale = round_float(most, 0, 3, -6, False)
+        inverse = tl.div_rn(tl.full([BV, BK // 16], 1.0, tl.float32), scale)
+        ratio = tl.reshape(product(blocks, tl.broadcast_to(inverse[:, :, None], [BV, BK // 16, 16])), [BV, BK])
         code = store_e2m1(planes[FIRST], slot, i_h, o_v, clamp(ratio, 6.0), random, V, K, BV, BK, STOCHASTIC)
         stored = (scale.to(tl.int32, bitcast=True) >> 20) - 960
         store_elements(planes[FIRST + 1], slot, i_h, o_v, stored.to(tl.uint8), V, K // 16, BK // 16)
@@ -429,8 +465,9 @@ def store_residual(
     UNIT: tl.constexpr = residual_unit(FORMAT)
     FIRST: tl.constexpr = copy_planes(FORMAT)
     MOST: tl.constexpr = 2 ** (BITS - 1) - 1
-    step = half_step(code, copy_kind(FORMAT)) * UNIT
-    units = clamp(tl.div_rn(ratio - code, step), MOST * 1.0)
+    # half a step is a power of two
+    inverse = (0x7F000000 - half_step(code, copy_kind(FORMAT)).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    units = clamp((ratio - code) * inverse * (1 / UNIT), MOST * 1.0)
     r = tl.minimum(tl.maximum(round_integer(units, random, is_stochastic(FORMAT)), -MOST), MOST)
     if BITS == 4:
         store_nibbles(planes[FIRST], slot, i_h, o_v, r & 15, V, K, BV, BK)
