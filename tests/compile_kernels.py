@@ -19,7 +19,8 @@ from replayssm import Geometry, formats, formats_kernel, kernels, recurrences, r
 from replayssm.formats_kernel import load_read, load_update, store
 from replayssm.kernels import Field, Inputs, LayerWeights, Pool, Ring
 
-FORMATS = ("fp32", "split16", "bf16", "fp16", "fp8", "fp16+fp4/residual", "fp8+mxfp4")
+FORMATS = ("fp32", "split16", "bf16", "fp16")
+SCALED = ("fp8", "fp16+fp4/residual")  # for the first geometry of every recurrence: they take long to compile
 POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -92,7 +93,7 @@ def jobs(
     step = {"ring": RING, "table": "*i32", "t": "*fp32", "c": "*fp32"}
     outputs = {"y": "*bf16", "skip": None if delta else Field("*fp32", "i32", "i32"), "gate": None}
     found = []
-    for fmt in FORMATS:
+    for fmt in FORMATS + (SCALED if size == SHAPES[name][0] else ()):
         pools = tuple(Pool(POINTERS[plane.dtype], "i32") for plane in formats.get(fmt).planes)
         planes = {"planes": pools, "key": "*i64"}
         folding = sizes | {"DELTA": delta, "FORMAT": fmt, "STEP": module.step}
@@ -104,7 +105,7 @@ def jobs(
                 "BP": WINDOW,
                 "BT": triton.next_power_of_2(tokens),
             }
-            reading |= {"BV": chosen.read_v, "BF": chosen.fold_v}
+            reading |= {"BV": chosen.read_v, "BF": kernels.fold_rows(formats.get(fmt), chosen.fold_v)}
             types = planes | step | outputs
             if chosen.together:
                 found.append(
@@ -114,7 +115,7 @@ def jobs(
                 found.append((f"read {fmt}", kernels.read_kernel, types, reading | {"PDL": PDL}, chosen.read_warps))
         into = planes | {"into": pools, "ring": RING}
         into |= dict.fromkeys(("slots", "start", "counts", "flushes"), "*i64")
-        folding |= {"BV": 32, "OUT": fmt, "IN_PLACE": True}
+        folding |= {"BV": kernels.fold_rows(formats.get(fmt), 32), "OUT": fmt, "IN_PLACE": True}
         found.append((f"fold {fmt}", kernels.fold_kernel, into, folding, 4))
     carrying |= {"PDL": PDL, "BJ": chosen.carry_heads, "BC": triton.next_power_of_2(chosen.carry_heads * V)}
     found.append(("carry", kernels.carry_kernel, inputs | step, carrying, chosen.carry_warps))

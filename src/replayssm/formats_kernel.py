@@ -7,8 +7,8 @@ power of two, masked); `planes` are all planes of a format, in its order, as Poo
     load_update  tile           what a flush starts from
     store        tile ->        encode and write every plane
 
-Scales of rows cost a read nothing per element: they multiply the sum over K. What decoding and encoding cost, in machine
-instructions per element, is printed by `python tests/compile_kernels.py cost` (docs/formats.md has the table).
+Scales of rows cost a read nothing per element: they multiply the sum over K. What decoding and encoding cost, in
+machine instructions per element, is printed by `python tests/compile_kernels.py cost` (table in docs/formats.md).
 """
 
 from typing import Any

@@ -490,6 +490,11 @@ def launch(recurrence: Any, geometry: Any, rows: int) -> Launch:
     )
 
 
+def fold_rows(fmt: Any, most: int) -> int:
+    """Rows of V that a program folds and encodes at a time: the scales of 8- and 4-bit kinds take registers."""
+    return min(most, 8) if fmt.reads.parts or fmt.kind.parts else most
+
+
 def dependent_launches(device: torch.device) -> bool:
     """Whether a launch may begin before the one in front of it has ended: NVIDIA, Hopper or newer."""
     return not INTERPRETED and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -543,7 +548,7 @@ def decode(
     }  # fmt: skip
     reading = sizes | {
         "N": N, "BP": triton.next_power_of_2(window), "BT": triton.next_power_of_2(T), "BV": chosen.read_v,
-        "BF": chosen.fold_v, "DELTA": recurrence.delta, "FORMAT": layer.format.name,
+        "BF": fold_rows(layer.format, chosen.fold_v), "DELTA": recurrence.delta, "FORMAT": layer.format.name,
         "STEP": module.step if deferred else None, "num_warps": chosen.read_warps,
     }  # fmt: skip
     carrying = sizes | {
@@ -621,7 +626,7 @@ def _launch_fold(
     G, R, K = layer.ring.k.shape[1:]
     if not len(slots):
         return
-    BV = min(32, triton.next_power_of_2(V))
+    BV = fold_rows(layer.format, min(32, triton.next_power_of_2(V)))
     fold_kernel[(triton.cdiv(V, BV), H, len(slots))](
         planes(layer.checkpoint), planes(into), layer.key, pools(layer), slots, start, counts, flushes,
         H=H, G=G, V=V, K=K, R=R, BV=BV, BK=triton.next_power_of_2(K), CHANNEL=recurrence.channel_gate,

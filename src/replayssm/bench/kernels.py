@@ -149,7 +149,7 @@ def measure(
     best = min(others, key=lambda other: other["us"])
     measured = []
     for staggered in (True, False):
-        layers = stack(case, rows, storage.get(fmt).read_bytes)
+        layers = stack(case, rows, storage.get(fmt).read_bytes(CASES[case][1].K))
         ours = _Ours(case, rows, fmt, layers, staggered)
         steps = [us / layers for us in replay(ours.step, 2 * WINDOW, 8 * WINDOW)]
         windows = sorted(sum(steps[i : i + WINDOW]) / WINDOW for i in range(0, len(steps), WINDOW))
