@@ -491,8 +491,8 @@ def launch(recurrence: Any, geometry: Any, rows: int) -> Launch:
 
 
 def fold_rows(fmt: Any, most: int) -> int:
-    """Rows of V that a program folds and encodes at a time: the scales of 8- and 4-bit kinds take registers."""
-    return min(most, 8) if fmt.reads.parts or fmt.kind.parts else most
+    """Rows of V that a program folds and encodes at a time: blocks of 4-bit kinds take registers."""
+    return min(most, 8) if min(fmt.reads.bits, fmt.kind.bits) == 4 else most
 
 
 def dependent_launches(device: torch.device) -> bool:
