@@ -8,7 +8,7 @@ One cache serves all recurrent layers of a model. Tensors are per layer, cursors
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ class ReplayCache:
         slots: int,
         window: int = 16,
         max_tokens: int = 1,
-        format: str | Mapping[str | int, str] = "fp32",
+        format: str | Mapping[Any, str] = "fp32",
         dtype: torch.dtype = torch.float32,
         conv: ConvGeometry | None = None,
         staggered: bool = True,

@@ -29,9 +29,9 @@ from torch import Tensor
 from replayssm import formats
 from replayssm.cache import ConvGeometry, ReplayCache
 from replayssm.compare import Host, end_tokens, final_number
-from replayssm.testing import cast
+from replayssm.testing import LayerInputs, cast
 
-FormatChoice = str | Mapping[str | int, str]
+FormatChoice = str | Mapping[Any, str]
 BINS = 32  # of positions in a row
 Z95 = 1.959963984540054
 
@@ -90,7 +90,7 @@ def token_rows(host: Host, samples: Sequence[Sample], rows: int, tokens: int) ->
     """Streams of solved problems as tokens [rows, tokens], each beginning with another problem."""
     found = []
     for b in range(rows):
-        first, ids = b * len(samples) // rows, []
+        first, ids = b * len(samples) // rows, list[int]()
         while len(ids) < tokens:
             ids += host.tokenizer(stream(samples, first, 16), return_token_type_ids=False)["input_ids"]
             first += 16
@@ -202,18 +202,18 @@ def _surprise(logprobs: Tensor, ids: Tensor) -> Tensor:
 # ---- drift ----
 
 
-class LayerInputs(NamedTuple):
+class Recorded(NamedTuple):
     """What the recurrent layers of a model take in over N tokens of one row: per layer x [1, N, C], raw_g, raw_w."""
 
     recurrence: str
     geometry: Any
     conv: ConvGeometry
     weights: list[Any]
-    inputs: list[tuple[Tensor, Tensor | None, Tensor]]
+    inputs: list[LayerInputs]
 
 
 @torch.inference_mode()
-def layer_inputs(host: Host, ids: Tensor, piece: int = 512) -> LayerInputs:
+def layer_inputs(host: Host, ids: Tensor, piece: int = 512) -> Recorded:
     """Run the host over ids [1, N] and keep what every recurrent layer takes in."""
     from transformers import DynamicCache
 
@@ -240,21 +240,24 @@ def layer_inputs(host: Host, ids: Tensor, piece: int = 512) -> LayerInputs:
     finally:
         for handle in handles:
             handle.remove()
-    return LayerInputs(
+    return Recorded(
         family.recurrence,
         family.geometry(mixers[0]),
         ConvGeometry(mixers[0].conv_dim, mixers[0].conv_kernel_size),
         [cast(family.weights(mixer, decoder.config), torch.float32) for mixer in mixers],
-        [
-            tuple(None if part[0] is None else torch.cat(part, 1).float() for part in zip(*some, strict=True))
-            for some in kept
-        ],  # type: ignore[misc]
+        [_each(lambda *parts: torch.cat(parts, 1).float(), *some) for some in kept],
     )
+
+
+def _each(of: Callable[..., Tensor], *inputs: Any) -> LayerInputs:
+    """A function of the tensors at the same place of several LayerInputs; None stays None."""
+    parts = [None if some[0] is None else of(*some) for some in zip(*inputs, strict=True)]
+    return LayerInputs(*parts)  # type: ignore[arg-type]
 
 
 @torch.inference_mode()
 def run_layers(
-    layers: LayerInputs, format: FormatChoice, marks: Sequence[int], window: int = 16, seed: int = 0
+    layers: Recorded, format: FormatChoice, marks: Sequence[int], window: int = 16, seed: int = 0
 ) -> tuple[list[Tensor], list[Tensor]]:
     """All recurrent layers over the same inputs: states at `marks` tokens, [marks, H, V, K] a layer, and outputs."""
     from replayssm.api import decode_layer
@@ -285,8 +288,8 @@ def run_layers(
     for start in range(0, layers.inputs[0][0].shape[1], window):
         step = cache.begin(slots, tokens=window)
         for i, inputs in enumerate(layers.inputs):
-            now = [None if x is None else x[:, start : start + window].to(dtype) for x in inputs]
-            outputs[i].append(decode_layer(cache, i, step, *now, weights[i])[0])  # type: ignore[arg-type]
+            now = _each(lambda x: x[:, start : start + window].to(dtype), inputs)  # noqa: B023
+            outputs[i].append(decode_layer(cache, i, step, now.x, now.raw_g, now.raw_w, weights[i])[0])
         cache.commit(step)
         if start + window in marks:
             for i, found in enumerate(states):
@@ -295,7 +298,7 @@ def run_layers(
 
 
 def drift(
-    layers: LayerInputs, choices: Sequence[FormatChoice], window: int = 16, seed: int = 0
+    layers: Recorded, choices: Sequence[FormatChoice], window: int = 16, seed: int = 0
 ) -> Iterator[dict[str, Any]]:
     """One row per format: relative error of every layer's state against fp64 at 512, 1024, ... tokens, its growth.
 
@@ -303,7 +306,7 @@ def drift(
     from 2,048 on has a slope below 0.1, else "n^slope".
     """
     N = layers.inputs[0][0].shape[1] // window * window
-    layers = layers._replace(inputs=[tuple(None if x is None else x[:, :N] for x in some) for some in layers.inputs])  # type: ignore[misc]
+    layers = layers._replace(inputs=[_each(lambda x: x[:, :N], some) for some in layers.inputs])
     marks = [n for n in (512 << i for i in range(16)) if n <= N]
     truth, right = run_layers(layers, "fp64", marks, window)
     plain, _ = run_layers(layers, "fp32", marks, window)
@@ -560,7 +563,7 @@ def harness(
         ) from error
     from replayssm.integrations.transformers import disable, enable
 
-    class Replayed(HFLM):  # type: ignore[misc]
+    class Replayed(HFLM):
         """Every log-probability goes through the replayed cache."""
 
         def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Any = None) -> Tensor:

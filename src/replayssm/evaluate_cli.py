@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from replayssm import evaluate
+from replayssm import evaluate, formats
 from replayssm.bench import append_rows
 from replayssm.compare import Host, load_model, provenance
 from replayssm.evaluate import FormatChoice
@@ -222,7 +222,7 @@ def calibrate_command(
     with _one_sentence():
         if not budget > 0:
             raise ValueError(f"--budget must be more than 0 nats per token; got {budget}.")
-        names = [evaluate.formats.get(name).name for name in candidate or CANDIDATES]
+        names = [formats.get(name).name for name in candidate or CANDIDATES]
         (host,) = _hosts([model or str(_default_model())], device, threads)
         ids = evaluate.token_rows(host, evaluate.read_samples(problems or _bundled_problems()), rows, tokens)
         with err.status("") as status:

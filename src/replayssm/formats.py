@@ -36,7 +36,7 @@ Planes: [..., V, K / per] each, or [..., V, 1] where one entry serves the row.
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -546,7 +546,7 @@ def get(name: str) -> Format:
     return Format(written, kind, stochastic, copy, bool(residual))
 
 
-def by_layer(format: str | Mapping[str | int, str], layers: int) -> tuple[Format, tuple[Format, ...]]:
+def by_layer(format: str | Mapping[Any, str], layers: int) -> tuple[Format, tuple[Format, ...]]:
     """The default format, and that of every layer.
 
     Args:

@@ -54,7 +54,7 @@ class DecoderHook(NamedTuple):
 def enable(
     model: PreTrainedModel,
     window: int = 16,
-    format: str | Mapping[str | int, str] = "fp32",
+    format: str | Mapping[Any, str] = "fp32",
     max_tokens: int = 1,
     staggered: bool = True,
     seed: int = 0,
@@ -133,7 +133,7 @@ def _recipe(
     mixers: list[Any],
     family: Family,
     window: int,
-    format: str | Mapping[str | int, str],
+    format: str | Mapping[Any, str],
     max_tokens: int,
     staggered: bool,
     seed: int,

@@ -43,7 +43,7 @@ class Recipe(NamedTuple):
     transposed: bool  # the host keeps its states [B, H, K, V]
     window: int
     max_tokens: int
-    format: str | Mapping[str | int, str]
+    format: str | Mapping[Any, str]
     staggered: bool
     seed: int
     dtype: torch.dtype
