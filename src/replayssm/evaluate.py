@@ -33,6 +33,9 @@ from replayssm.testing import LayerInputs, cast
 
 FormatChoice = str | Mapping[Any, str]
 BINS = 32  # of positions in a row
+# Which implementation measures, by device. Accuracy is a format's, not an implementation's (their formats agree bit for
+# bit), and dozens of formats would be dozens of kernels to compile.
+IMPLEMENTATION = {"cpu": "torch", "cuda": "torch"}
 Z95 = 1.959963984540054
 
 
@@ -108,7 +111,15 @@ def replaying(host: Host, format: FormatChoice, window: int, seed: int = 0) -> I
 
     from replayssm.integrations.transformers import disable, enable
 
-    enable(host.model, window=window, format=format, max_tokens=window, staggered=False, seed=seed)
+    enable(
+        host.model,
+        window=window,
+        format=format,
+        max_tokens=window,
+        staggered=False,
+        seed=seed,
+        implementation=IMPLEMENTATION[host.model.device.type],
+    )
     try:
         yield DynamicCache(config=host.model.config)
     finally:
@@ -278,7 +289,7 @@ def run_layers(
         staggered=False,
         seed=seed,
         device=device,
-        implementation="torch" if exact else None,
+        implementation=IMPLEMENTATION[device.type],
     )
     slots = cache.allocate(1)
     cache.reset(slots)
@@ -544,11 +555,13 @@ def harness(
     limit: int | None,
     device: str,
     dtype: str,
+    task_folder: str | None = None,
 ) -> dict[str, Any]:
     """Results of lm-evaluation-harness tasks with the replayed cache: {task: metrics}.
 
     Tasks that generate decode token by token as always. Tasks that compare log-probabilities of given answers would be
     one prefill, which no format touches: they are forced through the cache in pieces of `window` tokens instead.
+    `task_folder` holds tasks of one's own, as the harness writes them (YAML).
 
     Raises:
         ValueError: lm_eval is not installed, or weights or data cannot be reached.
@@ -556,6 +569,7 @@ def harness(
     try:
         import lm_eval
         from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ValueError(
             f"--tasks {','.join(tasks)} needs lm-evaluation-harness ({error.name} is missing): "
@@ -576,7 +590,8 @@ def harness(
     try:
         adapter = Replayed(pretrained=model, device=device, batch_size=batch, dtype=dtype, trust_remote_code=False)
         enable(adapter.model.eval(), window=window, format=choice)
-        found = lm_eval.simple_evaluate(model=adapter, tasks=list(tasks), limit=limit)
+        manager = TaskManager(include_path=task_folder)
+        found = lm_eval.simple_evaluate(model=adapter, tasks=list(tasks), limit=limit, task_manager=manager)
     except (OSError, ConnectionError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise

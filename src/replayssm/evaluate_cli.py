@@ -54,6 +54,7 @@ def eval_command(
     tasks: Annotated[
         str, typer.Option(help="gsm_symbolic, or tasks of lm-evaluation-harness, several with commas.")
     ] = "gsm_symbolic",
+    task_folder: Annotated[str | None, typer.Option(help="Folder with the harness's tasks of one's own.")] = None,
     problems: ProblemsOption = None,
     count: Annotated[int, typer.Option(help="Problems of the task (of the harness: per task).", min=1)] = 1024,
     late: Annotated[str, typer.Option(help="Solved problems in front of each; several with commas.")] = "0,15",
@@ -84,7 +85,7 @@ def eval_command(
         if commit:
             origin |= {"commit": commit, "source_changed": None}
         if tasks != "gsm_symbolic":
-            found = _harness(model, tasks.split(","), choices, window, batch, count, device, dtype)
+            found = _harness(model, tasks.split(","), choices, window, batch, count, device, dtype, task_folder)
         else:
             hosts = _hosts(model, device, threads)
             samples = evaluate.read_samples(problems or _bundled_problems())
@@ -150,7 +151,7 @@ def _rows(
 
 def _harness(
     models: Sequence[str] | None, tasks: Sequence[str], choices: Sequence[tuple[str, FormatChoice]], window: int,
-    batch: int, limit: int, device: str | None, dtype: str,
+    batch: int, limit: int, device: str | None, dtype: str, task_folder: str | None,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Rows of lm-evaluation-harness."""
     if not models:
@@ -158,7 +159,7 @@ def _harness(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     for model in models:
         for name, choice in choices:
-            found = evaluate.harness(model, tasks, choice, window, batch, limit, device, dtype)
+            found = evaluate.harness(model, tasks, choice, window, batch, limit, device, dtype, task_folder)
             for task, metrics in found.items():
                 yield {"measure": "harness", "model": model, "format": name, "window": window, "task": task} | {
                     "metrics": {key: value for key, value in metrics.items() if isinstance(value, int | float)}

@@ -58,6 +58,7 @@ def enable(
     max_tokens: int = 1,
     staggered: bool = True,
     seed: int = 0,
+    implementation: str | None = None,
 ) -> PreTrainedModel:
     """Let this model decode with the replayed cache; `model.generate` is called as before.
 
@@ -69,6 +70,7 @@ def enable(
             (prompt lookup, an assistant model) works, which Transformers refuses for recurrent models.
         staggered: rows flush at different steps.
         seed: of formats that round stochastically.
+        implementation: "reference", "torch" or "triton"; None takes the fast one for the model's device.
 
     Returns:
         The model. Calling it again changes the options; caches made before keep theirs.
@@ -82,7 +84,7 @@ def enable(
         )
     decoder, mixers = _recurrent_layers(model)
     families = [MIXERS[type(mixer).__name__] for mixer in mixers]
-    recipe = _recipe(decoder, mixers, families[0], window, format, max_tokens, staggered, seed)
+    recipe = _recipe(decoder, mixers, families[0], window, format, max_tokens, staggered, seed, implementation)
     recipe.cache(1)  # the core's own checks of format, window and sizes
 
     disable(model)
@@ -137,6 +139,7 @@ def _recipe(
     max_tokens: int,
     staggered: bool,
     seed: int,
+    implementation: str | None,
 ) -> Recipe:
     geometries = {family.geometry(mixer) for mixer in mixers}
     geometry = geometries.pop()
@@ -165,6 +168,7 @@ def _recipe(
         format=format,
         staggered=staggered,
         seed=seed,
+        implementation=implementation,
         dtype=decoder.dtype,
         device=devices.pop(),
     )

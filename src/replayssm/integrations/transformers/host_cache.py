@@ -46,6 +46,7 @@ class Recipe(NamedTuple):
     format: str | Mapping[Any, str]
     staggered: bool
     seed: int
+    implementation: str | None
     dtype: torch.dtype
     device: torch.device
 
@@ -63,6 +64,7 @@ class Recipe(NamedTuple):
             conv=self.conv,
             staggered=self.staggered,
             seed=self.seed,
+            implementation=self.implementation,
             device=self.device,
         )
 
