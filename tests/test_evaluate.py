@@ -58,9 +58,12 @@ def test_the_cheapest_choice_within_a_budget() -> None:
 
 def test_kl_is_that_of_plain_decoding(host: Host) -> None:
     """Pieces of a window are folded and read as single tokens are: the same log-probabilities, token by token."""
-    ids = evaluate.token_rows(host, SAMPLES, 2, 64)
-    fp32, fp4 = evaluate.kl(host, ids, ["fp32", "fp32+mxfp4"])
+    streams = evaluate.token_rows(host, SAMPLES, 2, 64)
+    ids = streams.ids
+    fp32, fp4 = evaluate.kl(host, streams, ["fp32", "fp32+mxfp4"])
     assert fp32["kl"] == 0 and fp32["top1"] == 1 and fp32["nll"] == fp32["nll_fp32"]
+    text = host.tokenizer.decode(ids[0, 1:][streams.worked[0, :-1]])
+    assert text and SAMPLES[0].solution.startswith(text.split("\n\n")[0])
     assert 0 < fp4["kl"] < 0.1 and fp4["kl_95"][0] < fp4["kl"] < fp4["kl_95"][1]
     pieces = torch.cat(list(evaluate.logprobs(host, ids, "fp32+mxfp4", 16)), 1)
     with evaluate.replaying(host, "fp32+mxfp4", 16) as cache:
@@ -71,7 +74,7 @@ def test_kl_is_that_of_plain_decoding(host: Host) -> None:
 
 
 def test_drift_of_a_copy_is_that_of_fp32(host: Host) -> None:
-    layers = evaluate.layer_inputs(host, evaluate.token_rows(host, SAMPLES, 1, 512), piece=100)
+    layers = evaluate.layer_inputs(host, evaluate.token_rows(host, SAMPLES, 1, 512).ids, piece=100)
     fp32, copy, shared = evaluate.drift(layers, ["fp32", "fp32+fp4", "fp4"])
     assert fp32["state_error"] < 1e-6 and copy["bitwise_fp32"] and copy["state_error"] == fp32["state_error"]
     assert shared["state_error"] > 1e-3 and not shared["bitwise_fp32"]

@@ -89,16 +89,37 @@ def stream(samples: Sequence[Sample], first: int, count: int) -> str:
     return "".join(f"{sample.prompt}{sample.solution}\n\n" for sample in some)
 
 
-def token_rows(host: Host, samples: Sequence[Sample], rows: int, tokens: int) -> Tensor:
-    """Streams of solved problems as tokens [rows, tokens], each beginning with another problem."""
-    found = []
+class Streams(NamedTuple):
+    """Token streams of solved problems.
+
+    Attributes:
+        ids: [B, N]
+        worked: bool [B, N], the columns whose next token belongs to a solution (a question's cannot be known).
+    """
+
+    ids: Tensor
+    worked: Tensor
+
+
+def token_rows(host: Host, samples: Sequence[Sample], rows: int, tokens: int) -> Streams:
+    """Streams of solved problems (or of prompts alone, where no solution is known), each from another problem on."""
+
+    def encoded(text: str) -> list[int]:
+        return host.tokenizer(text, return_token_type_ids=False)["input_ids"]
+
+    found, worked = [], []
     for b in range(rows):
-        first, ids = b * len(samples) // rows, list[int]()
-        while len(ids) < tokens:
-            ids += host.tokenizer(stream(samples, first, 16), return_token_type_ids=False)["input_ids"]
-            first += 16
+        number, ids, inside = b * len(samples) // rows, list[int](), list[bool]()
+        while len(ids) < tokens + 1:
+            sample = samples[number % len(samples)]
+            question, solution = encoded(sample.prompt), encoded(f"{sample.solution}\n\n")
+            ids += question + solution
+            inside += [False] * len(question) + [True] * len(solution)
+            number += 1
         found.append(ids[:tokens])
-    return torch.tensor(found, device=host.model.device)
+        worked.append(inside[1 : tokens + 1])
+    device = host.model.device
+    return Streams(torch.tensor(found, device=device), torch.tensor(worked, device=device))
 
 
 # ---- forced decoding ----
@@ -154,60 +175,61 @@ def forward(host: Host, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
 
 
 def kl(
-    host: Host, ids: Tensor, choices: Sequence[FormatChoice], window: int = 16, batch: int = 16, seed: int = 0
+    host: Host, streams: Streams, choices: Sequence[FormatChoice], window: int = 16, batch: int = 16, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """One row per format: KL(fp32 || format) in nats and top-1 agreement over the columns of ids [B, N]; the first
-    piece, which the host prefills, is left out."""
-    B, N = ids.shape
-    sums = [torch.zeros(3, N, dtype=torch.float64) for _ in choices]  # KL, equal top 1, surprise of the next token
-    by_row: list[list[float]] = [[] for _ in choices]  # mean KL of every stream
-    exact_nll, largest = torch.zeros(N, dtype=torch.float64), [0.0] * len(choices)
+    """One row per format: KL(fp32 || format) in nats and top-1 agreement, by position and over all.
+
+    The first piece, which the host prefills, is left out. `solutions` holds the same for tokens of solutions, their
+    surprise (nats a token) and its paired difference from fp32. Intervals (95 %) are over streams.
+    """
+    B, N = streams.ids.shape
+    measured: list[list[Tensor]] = [[] for _ in choices]  # per batch [4, B, N]: KL, top 1 equal, surprise, fp32's
     for first in range(0, B, batch):
-        part = ids[first : first + batch]
-        reference = list(logprobs(host, part, "fp32", window))
-        exact_nll += _surprise(torch.cat(reference, 1), part)
+        ids = streams.ids[first : first + batch]
+        reference = list(logprobs(host, ids, "fp32", window))
         for i, choice in enumerate(choices):
-            start, streams = 0, torch.zeros(len(part), dtype=torch.float64)
-            for p, q in zip(reference, logprobs(host, part, choice, window, seed), strict=True):
-                end = start + p.shape[1]
-                at = (p.exp() * (p - q)).sum(-1)  # [B, T]
-                largest[i] = max(largest[i], float(at.max()) if start else 0.0)
-                streams += at.double().sum(1).cpu() if start else 0.0
-                sums[i][0, start:end] += at.double().sum(0).cpu()
-                sums[i][1, start:end] += (p.argmax(-1) == q.argmax(-1)).double().sum(0).cpu()
-                following = part[:, start + 1 : end + 1]
-                got = q[:, : following.shape[1]].gather(2, following[..., None])[..., 0]
-                sums[i][2, start : start + following.shape[1]] -= got.double().sum(0).cpu()
-                start = end
-            by_row[i] += (streams / (N - window)).tolist()
-    edges = [window + i * (N - window) // BINS for i in range(BINS + 1)]
+            pieces, start = [], 0
+            for p, q in zip(reference, logprobs(host, ids, choice, window, seed), strict=True):
+                following = torch.nn.functional.pad(ids, (0, 1))[:, start + 1 : start + 1 + p.shape[1], None]
+                surprise = (-x.gather(2, following)[..., 0] for x in (q, p))
+                pieces.append(
+                    torch.stack([(p.exp() * (p - q)).sum(-1), (p.argmax(-1) == q.argmax(-1)).float(), *surprise])
+                )
+                start += p.shape[1]
+            measured[i].append(torch.cat(pieces, 2).double().cpu())
+    edges = [window + i * (N - 1 - window) // BINS for i in range(BINS + 1)]
+    worked = streams.worked[:, window:-1].cpu()
     rows = []
-    for total, worst, streams_kl in zip(sums, largest, by_row, strict=True):
-        mean = total / B
-        by_bin = [mean[:2, a:b].mean(1).tolist() for a, b in zip(edges, edges[1:], strict=False)]
-        rows.append(
-            {
-                "measure": "kl",
-                "rows": B,
-                "tokens": N,
-                "kl": float(mean[0, window:].mean()),
-                "kl_95": interval(streams_kl),
-                "kl_largest": worst,
-                "top1": float(mean[1, window:].mean()),
-                "nll": float(mean[2, window:-1].mean()),
-                "nll_fp32": float(exact_nll[window:-1].mean() / B),
-                "positions": edges,
-                "kl_by_position": [k for k, _ in by_bin],
-                "top1_by_position": [t for _, t in by_bin],
+    for parts in measured:
+        whole = torch.cat(parts, 1)[:, :, window:-1]  # the last column's next token is not there
+        divergence, equal, surprise_here, surprise_fp32 = whole
+        by_bin = [torch.cat(parts, 1)[:2, :, a:b].mean((1, 2)).tolist() for a, b in zip(edges, edges[1:], strict=False)]
+        row = {
+            "measure": "kl",
+            "rows": B,
+            "tokens": N,
+            "kl": float(divergence.mean()),
+            "kl_95": interval(divergence.mean(1).tolist()),
+            "kl_largest": float(divergence.max()),
+            "top1": float(equal.mean()),
+            "nll": float(surprise_here.mean()),
+            "nll_fp32": float(surprise_fp32.mean()),
+            "positions": edges,
+            "kl_by_position": [k for k, _ in by_bin],
+            "top1_by_position": [t for _, t in by_bin],
+        }
+        if worked.any(1).all():
+            mean = [(torch.where(worked, x, 0.0).sum(1) / worked.sum(1)) for x in whole]  # by stream
+            row["solutions"] = {
+                "kl": float(mean[0].mean()),
+                "kl_95": interval(mean[0].tolist()),
+                "top1": float(mean[1].mean()),
+                "nll": float(mean[2].mean()),
+                "nll_fp32": float(mean[3].mean()),
+                "nll_difference_95": interval((mean[2] - mean[3]).tolist()),
             }
-        )
+        rows.append(row)
     return rows
-
-
-def _surprise(logprobs: Tensor, ids: Tensor) -> Tensor:
-    """Minus log-probability of every column's next token, summed over rows: [N], 0 in the last."""
-    got = logprobs[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
-    return -torch.nn.functional.pad(got.double().sum(0), (0, 1)).cpu()
 
 
 # ---- drift ----
@@ -484,7 +506,7 @@ class Calibration(NamedTuple):
 
 def calibrate(
     host: Host,
-    ids: Tensor,
+    streams: Streams,
     candidates: Sequence[str],
     budget: float,
     window: int = 16,
@@ -507,7 +529,7 @@ def calibrate(
         if formats.get(name).name != "fp32":
             advance(f"each layer in {name}")
             choices = [{"default": "fp32", str(i): name} for i in range(total)]
-            alone[name] = [row["kl"] for row in kl(host, ids, choices, window, batch, seed)]
+            alone[name] = [row["kl"] for row in kl(host, streams, choices, window, batch, seed)]
     allowed, tried = budget, 0
     while True:
         chosen = _knapsack(alone, costs, allowed)
@@ -515,7 +537,7 @@ def calibrate(
         tried += 1
         advance(f"the choice as a whole, try {tried}")
         exact = set(chosen) == {"fp32"}
-        measured = 0.0 if exact else kl(host, ids, [choice], window, batch, seed)[0]["kl"]
+        measured = 0.0 if exact else kl(host, streams, [choice], window, batch, seed)[0]["kl"]
         if measured <= budget:
             short = {k: v for k, v in choice.items() if k == "default" or v != choice["default"]}
             return Calibration(short, measured, describe(host, short, window), alone, tried)

@@ -120,13 +120,13 @@ def _rows(
         for name, choice in choices
     }
     if "kl" in measures:
-        ids = evaluate.token_rows(host, samples, rows, tokens)
+        streams = evaluate.token_rows(host, samples, rows, tokens)
         yield {"doing": f"{host.name}: KL of {len(choices)} formats"}
-        found = evaluate.kl(host, ids, [choice for _, choice in choices], window, batch, seed)
+        found = evaluate.kl(host, streams, [choice for _, choice in choices], window, batch, seed)
         yield from (about[name] | row for (name, _), row in zip(choices, found, strict=True))
     if "drift" in measures and time.monotonic() < end:
         yield {"doing": f"{host.name}: inputs of recurrent layers over {drift_tokens} tokens"}
-        layers = evaluate.layer_inputs(host, evaluate.token_rows(host, samples, 1, drift_tokens))
+        layers = evaluate.layer_inputs(host, evaluate.token_rows(host, samples, 1, drift_tokens).ids)
         for (name, _), row in zip(
             choices, evaluate.drift(layers, [choice for _, choice in choices], window, seed), strict=True
         ):
@@ -186,7 +186,11 @@ def _bundled_problems() -> Path:
 def _line(row: dict[str, Any]) -> str:
     head = f"{row['model']}  {row['format']:20s} {row['measure']:7s}"
     if row["measure"] == "kl":
-        return f"{head} KL {row['kl']:.2e}, top 1 equal {row['top1']:.3%}, nll {row['nll']:.5f} ({row['nll_fp32']:.5f})"
+        inside = row.get("solutions")
+        more = (
+            f"; solutions KL {inside['kl']:.2e}, nll {inside['nll']:.6f} ({inside['nll_fp32']:.6f})" if inside else ""
+        )
+        return f"{head} KL {row['kl']:.2e}, top 1 equal {row['top1']:.3%}{more}"
     if row["measure"] == "drift":
         laws = ", ".join(str(layer["law"]) for layer in row["layers"])
         same = "bitwise fp32" if row["bitwise_fp32"] else "not fp32's"
@@ -225,9 +229,9 @@ def calibrate_command(
             raise ValueError(f"--budget must be more than 0 nats per token; got {budget}.")
         names = [formats.get(name).name for name in candidate or CANDIDATES]
         (host,) = _hosts([model or str(_default_model())], device, threads)
-        ids = evaluate.token_rows(host, evaluate.read_samples(problems or _bundled_problems()), rows, tokens)
+        streams = evaluate.token_rows(host, evaluate.read_samples(problems or _bundled_problems()), rows, tokens)
         with err.status("") as status:
-            found = evaluate.calibrate(host, ids, names, budget, window, batch, seed, status.update)
+            found = evaluate.calibrate(host, streams, names, budget, window, batch, seed, status.update)
         plain = evaluate.describe(host, "fp32", window)
         table = Table("layer", *found.alone, title=f"{host.name}: KL from fp32 with one layer in another format")
         for i in range(plain["layers"]):
