@@ -92,6 +92,13 @@ def is_stochastic(FORMAT: Any) -> bool:
 
 
 @triton.constexpr_function
+def needs_whole_rows(FORMAT: Any) -> bool:
+    """Whether a row of K can be encoded only as a whole, since it has a scale."""
+    fmt = described(FORMAT)
+    return bool(fmt.reads.parts or fmt.kind.parts)
+
+
+@triton.constexpr_function
 def reads_the_update(FORMAT: Any) -> bool:
     """Whether what tokens read is all that a flush needs: tile * scale of load_read is load_update's tile."""
     fmt = described(FORMAT)
@@ -108,16 +115,18 @@ def rows(plane, slot, i_h, o_v, V: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def load_elements(plane, slot, i_h, o_v, V: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr):
-    """[BV, BC] entries as stored, 0 beyond."""
-    o = tl.arange(0, BC)
+def load_elements(
+    plane, slot, i_h, o_v, V: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr, first=0, EVICT: tl.constexpr = ""
+):  # fmt: skip
+    """[BV, BC] entries as stored, from column `first` on, 0 beyond."""
+    o = first + tl.arange(0, BC)
     p = rows(plane, slot, i_h, o_v, V, COLUMNS)[:, None] + o
-    return tl.load(p, mask=(o_v < V)[:, None] & (o < COLUMNS), other=0, eviction_policy="evict_first")
+    return tl.load(p, mask=(o_v < V)[:, None] & (o < COLUMNS), other=0, eviction_policy=EVICT)
 
 
 @triton.jit
-def store_elements(plane, slot, i_h, o_v, x, V: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr):
-    o = tl.arange(0, BC)
+def store_elements(plane, slot, i_h, o_v, x, V: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr, first=0):
+    o = first + tl.arange(0, BC)
     p = rows(plane, slot, i_h, o_v, V, COLUMNS)[:, None] + o
     tl.store(p, x, mask=(o_v < V)[:, None] & (o < COLUMNS))
 
@@ -168,29 +177,29 @@ def e2m1(codes, scale, BV: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def load_kind(
     planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
-    FIRST: tl.constexpr,
+    FIRST: tl.constexpr, from_k=0, EVICT: tl.constexpr = "",
 ):  # fmt: skip
     """Tile and scale of a kind that is read whole, planes from FIRST on."""
     if KIND == "fp8":
-        tile = e4m3(load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK))
+        tile = e4m3(load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, 0, EVICT))
         return tile, load_rows(planes[FIRST + 1], slot, i_h, o_v, V)
     elif KIND == "int8":
         # 2^23 + code, by its bits
-        bits = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK).to(tl.uint32) | 0x4B000000
+        bits = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, 0, EVICT).to(tl.uint32) | 0x4B000000
         return bits.to(tl.float32, bitcast=True) - 8388736.0, load_rows(planes[FIRST + 1], slot, i_h, o_v, V)
     elif KIND == "fp4":
-        codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2)
+        codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2, 0, EVICT)
         blocks = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 16, BK // 16).to(tl.uint32)
         # e4m3 without subnormal numbers: its bits in fp32's place times 2^120
         scale = ((blocks << 20) + ((120 + 14) << 23)).to(tl.float32, bitcast=True)
         return e2m1(codes, scale, BV, BK, 16), load_rows(planes[FIRST + 2], slot, i_h, o_v, V)
     elif KIND == "mxfp4":
-        codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2)
+        codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2, 0, EVICT)
         blocks = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 32, BK // 32).to(tl.uint32)
         scale = tl.where(blocks == 255, float("nan"), ((blocks + 14) << 23).to(tl.float32, bitcast=True))
         return e2m1(codes, scale, BV, BK, 32), 1.0
     else:
-        tile = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK).to(tl.float32)
+        tile = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, from_k, EVICT).to(tl.float32)
         return tile, 1.0
 
 
@@ -205,7 +214,7 @@ def load_read(
     | slot   | one         | int64     | in  |                                                  |
     | o_v    | [BV]        | int32     | in  | rows of V, those from V on are 0                 |
     """
-    return load_kind(planes, slot, i_h, o_v, V, K, BV, BK, read_kind(FORMAT), 0)
+    return load_kind(planes, slot, i_h, o_v, V, K, BV, BK, read_kind(FORMAT), 0, 0, "evict_first")
 
 
 @triton.jit
@@ -253,14 +262,18 @@ def product(x, y):
 
 @triton.jit
 def load_update(
-    planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr
+    planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
+    from_k=0,
 ):  # fmt: skip
-    """Rows o_v of a head as a flush starts from them: [BV, BK] fp32. Arguments as load_read."""
+    """Rows o_v of a head as a flush starts from them: [BV, BK] fp32. Arguments as load_read.
+
+    The columns from `from_k` on, where BK is not all of them; not for formats that need whole rows.
+    """
     KIND: tl.constexpr = checkpoint_kind(FORMAT)
     FIRST: tl.constexpr = copy_planes(FORMAT)
     if KIND == "split16":
-        high = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK).to(tl.int16, bitcast=True).to(tl.int32)
-        low = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K, BK).to(tl.int32)
+        high = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, from_k).to(tl.int16, bitcast=True).to(tl.int32)
+        low = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K, BK, from_k).to(tl.int32)
         return ((high << 16) + low).to(tl.float32, bitcast=True)
     elif KIND == "residual":
         COPY: tl.constexpr = copy_kind(FORMAT)
@@ -278,7 +291,7 @@ def load_update(
             scale = block_scale(planes, slot, i_h, o_v, V, K, BK, COPY)
             return tl.reshape(tl.reshape(value, [BV, BK // BLOCK, BLOCK]) * scale[:, :, None], [BV, BK])
     else:
-        tile, scale = load_kind(planes, slot, i_h, o_v, V, K, BV, BK, KIND, FIRST)
+        tile, scale = load_kind(planes, slot, i_h, o_v, V, K, BV, BK, KIND, FIRST, from_k)
         if KIND == "fp8" or KIND == "int8" or KIND == "fp4":
             return tile * scale[:, None]
         else:
@@ -310,13 +323,13 @@ def mix(x):
 
 @triton.jit
 def noise(
-    key, slot, flush, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr
+    key, slot, flush, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, from_k=0
 ):  # fmt: skip
     """32 random bits for every element of a tile, as formats.noise of formats.noise_keys(key, slot, flush)."""
     s, f = slot.to(tl.uint32), flush.to(tl.uint32)
     low = mix(mix(tl.load(key).to(tl.uint32) + s) + f)
     high = mix(mix(tl.load(key + 1).to(tl.uint32) + s) + f)
-    x = ((i_h * V + o_v[:, None]) * K + tl.arange(0, BK)).to(tl.uint32) ^ low
+    x = ((i_h * V + o_v[:, None]) * K + from_k + tl.arange(0, BK)).to(tl.uint32) ^ low
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = ((x ^ (x >> 15)) + high) * 0x735A2D97
     return (x ^ (x >> 15)).to(tl.int32, bitcast=True)
@@ -481,48 +494,48 @@ def store_residual(
 @triton.jit
 def store_float(
     planes, slot, i_h, o_v, b_s, random, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
-    FIRST: tl.constexpr, STOCHASTIC: tl.constexpr,
+    FIRST: tl.constexpr, STOCHASTIC: tl.constexpr, from_k,
 ):  # fmt: skip
     """Store a kind without a scale."""
     if KIND == "split16":
         bits = tl.where(b_s == b_s, b_s.to(tl.int32, bitcast=True), 0x7FC00000)
         upper = (bits + 0x8000) >> 16
         high = upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        store_elements(planes[FIRST], slot, i_h, o_v, high, V, K, BK)
-        store_elements(planes[FIRST + 1], slot, i_h, o_v, (bits - (upper << 16)).to(tl.int16), V, K, BK)
+        store_elements(planes[FIRST], slot, i_h, o_v, high, V, K, BK, from_k)
+        store_elements(planes[FIRST + 1], slot, i_h, o_v, (bits - (upper << 16)).to(tl.int16), V, K, BK, from_k)
     elif KIND == "fp16":
         kept = tl.where(b_s == b_s, clamp(b_s, 65504.0), b_s)
         if STOCHASTIC:
             kept = round_float(kept, random, 10, -14, True)
-        store_elements(planes[FIRST], slot, i_h, o_v, kept.to(tl.float16), V, K, BK)
+        store_elements(planes[FIRST], slot, i_h, o_v, kept.to(tl.float16), V, K, BK, from_k)
     elif KIND == "bf16":
         kept = tl.where(b_s == b_s, clamp(b_s, 3.3895313892515355e38), b_s)
         # by hand: the interpreter's conversion truncates
         bits = round_float(kept, random, 7, -126, STOCHASTIC).to(tl.int32, bitcast=True)
         high = tl.where(b_s == b_s, bits >> 16, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        store_elements(planes[FIRST], slot, i_h, o_v, high, V, K, BK)
+        store_elements(planes[FIRST], slot, i_h, o_v, high, V, K, BK, from_k)
     else:
-        store_elements(planes[FIRST], slot, i_h, o_v, b_s, V, K, BK)
+        store_elements(planes[FIRST], slot, i_h, o_v, b_s, V, K, BK, from_k)
 
 
 @triton.jit
 def store_kind(
     planes, slot, i_h, o_v, b_s, random, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-    KIND: tl.constexpr, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr,
+    KIND: tl.constexpr, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr, from_k,
 ):  # fmt: skip
     """Store one kind, planes from FIRST on."""
     if KIND == "fp8" or KIND == "int8" or KIND == "fp4" or KIND == "mxfp4":
         store_scaled(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, KIND, FIRST, STOCHASTIC)
     else:
-        store_float(planes, slot, i_h, o_v, b_s, random, V, K, BK, KIND, FIRST, STOCHASTIC)
+        store_float(planes, slot, i_h, o_v, b_s, random, V, K, BK, KIND, FIRST, STOCHASTIC, from_k)
 
 
 @triton.jit
 def store(
     planes, slot, i_h, o_v, b_s, key, noise_slot, flush, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
-    BK: tl.constexpr, FORMAT: tl.constexpr,
+    BK: tl.constexpr, FORMAT: tl.constexpr, from_k=0,
 ):  # fmt: skip
-    """Encode rows o_v of a head, b_s [BV, BK] fp32, and store all planes.
+    """Encode rows o_v of a head, b_s [BV, BK] fp32, and store all planes (from_k as in load_update).
 
     | Name       | Shape | Dtype | Dir | Meaning                                                   |
     | planes     | tuple |       | out | as in load_read                                           |
@@ -535,11 +548,11 @@ def store(
     FIRST: tl.constexpr = copy_planes(FORMAT)
     random = 0
     if STOCHASTIC:
-        random = noise(key, noise_slot, flush, i_h, o_v, V, K, BV, BK)
+        random = noise(key, noise_slot, flush, i_h, o_v, V, K, BV, BK, from_k)
     if KIND == "residual":
         code, ratio = store_scaled(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, COPY, 0, False)
         store_residual(planes, slot, i_h, o_v, code, ratio, random, V, K, BV, BK, FORMAT)
     else:
         if COPY is not None:
-            store_kind(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, COPY, 0, False)
-        store_kind(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, KIND, FIRST, STOCHASTIC)
+            store_kind(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, COPY, 0, False, from_k)
+        store_kind(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, KIND, FIRST, STOCHASTIC, from_k)
