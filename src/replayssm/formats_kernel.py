@@ -116,12 +116,12 @@ def rows(plane, slot, i_h, o_v, V: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load_elements(
-    plane, slot, i_h, o_v, V: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr, first=0, EVICT: tl.constexpr = ""
+    plane, slot, i_h, o_v, V: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr, first=0, EVICT: tl.constexpr = False
 ):  # fmt: skip
     """[BV, BC] entries as stored, from column `first` on, 0 beyond."""
     o = first + tl.arange(0, BC)
     p = rows(plane, slot, i_h, o_v, V, COLUMNS)[:, None] + o
-    return tl.load(p, mask=(o_v < V)[:, None] & (o < COLUMNS), other=0, eviction_policy=EVICT)
+    return tl.load(p, mask=(o_v < V)[:, None] & (o < COLUMNS), other=0, eviction_policy="evict_first" if EVICT else "")
 
 
 @triton.jit
@@ -177,7 +177,7 @@ def e2m1(codes, scale, BV: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def load_kind(
     planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
-    FIRST: tl.constexpr, from_k=0, EVICT: tl.constexpr = "",
+    FIRST: tl.constexpr, from_k=0, EVICT: tl.constexpr = False,
 ):  # fmt: skip
     """Tile and scale of a kind that is read whole, planes from FIRST on."""
     if KIND == "fp8":
@@ -214,7 +214,7 @@ def load_read(
     | slot   | one         | int64     | in  |                                                  |
     | o_v    | [BV]        | int32     | in  | rows of V, those from V on are 0                 |
     """
-    return load_kind(planes, slot, i_h, o_v, V, K, BV, BK, read_kind(FORMAT), 0, 0, "evict_first")
+    return load_kind(planes, slot, i_h, o_v, V, K, BV, BK, read_kind(FORMAT), 0, 0, True)
 
 
 @triton.jit
