@@ -116,7 +116,8 @@ def rows(plane, slot, i_h, o_v, V: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load_elements(
-    plane, slot, i_h, o_v, V: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr, first=0, EVICT: tl.constexpr = False
+    plane, slot, i_h, o_v, V: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr, first=0,
+    EVICT: tl.constexpr = False,
 ):  # fmt: skip
     """[BV, BC] entries as stored, from column `first` on, 0 beyond."""
     o = first + tl.arange(0, BC)
