@@ -36,13 +36,16 @@ SHAPES = {
 }
 WINDOW, WIDTH = 16, 4
 ROWS = (1, 256)
+BC = 16
 EXTRA: dict[str, int] = {}
 BF16, FP32 = Field("*bf16", "i32", "i32"), Field("*fp32", "i32", "i32")
-RING = Ring(*(Pool(pointer, "i32") for pointer in ("*bf16", "*bf16", "*fp32", "*fp32", "*fp32", "*bf16")))
+RING = Ring(*(Pool(pointer, "i32") for pointer in ("*bf16", "*bf16", *3 * ("*fp32",), "*bf16")))
 
 
 def resources(kernel: Any, types: dict[str, Any], constants: dict[str, Any], warps: int, target: GPUTarget) -> str:
     """Registers and spilled bytes of one kernel, from the assembler; None where its target has no such report."""
+    types = {name: x for name, x in types.items() if name in kernel.arg_names}
+    constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
     signature = types | dict.fromkeys(constants, "constexpr")
     nones = [(i,) for i, name in enumerate(kernel.arg_names) if signature[name] is None]
     for name, value in signature.items():
@@ -90,35 +93,40 @@ def jobs(
         "weights": LayerWeights("*bf16", "i32", "i32", None, "*fp32", "*fp32", "fp32", bound, bound),
         "parent": None, "kin": None,
     }  # fmt: skip
-    step = {"ring": RING, "table": "*i32", "t": "*fp32", "c": "*fp32"}
+    step = {"ring": RING, "table": "*i32", "ready": Pool("*i32", "i32"), "t": "*fp32", "c": "*fp32"}
     outputs = {"y": "*bf16", "skip": None if delta else Field("*fp32", "i32", "i32"), "gate": None}
     found = []
     for fmt in FORMATS + (SCALED if size == SHAPES[name][0] else ()):
         pools = tuple(Pool(POINTERS[plane.dtype], "i32") for plane in formats.get(fmt).planes)
         planes = {"planes": pools, "key": "*i64"}
-        folding = sizes | {"DELTA": delta, "FORMAT": fmt, "STEP": module.step}
+        folding = sizes | {"FORMAT": fmt, "CORRECTED": module.corrected, "FADED": module.faded, "BF": WINDOW, "BC": BC}
         for rows in ROWS:
-            chosen = kernels.launch(recurrence, Geometry(*size), rows)
-            reading = folding | {
+            chosen = kernels.launch(recurrence, Geometry(*size), fmt, rows)
+            reading = sizes | {
                 "T": tokens,
                 "N": H if delta else G,
                 "BP": WINDOW,
                 "BT": triton.next_power_of_2(tokens),
+                "BV": chosen.read_v,
             }
-            reading |= {"BV": chosen.read_v, "BF": kernels.fold_rows(formats.get(fmt), chosen.fold_v)}
+            apart = {"BJ": chosen.carry_heads, "PDL": PDL}
             types = planes | step | outputs
             if chosen.together:
-                found.append(
-                    (f"decode {fmt}", kernels.decode_kernel, types | inputs, carrying | reading, chosen.read_warps)
-                )
+                constants = carrying | reading | folding
+                found.append((f"decode {fmt}", kernels.decode_kernel, types | inputs, constants, chosen.read_warps))
             else:
-                found.append((f"read {fmt}", kernels.read_kernel, types, reading | {"PDL": PDL}, chosen.read_warps))
+                constants = reading | apart | {"BW": chosen.flush_v, "FORMAT": fmt}
+                found.append((f"read {fmt}", kernels.read_kernel, types, constants, chosen.read_warps))
+                constants = apart | folding | {"BV": chosen.flush_v}
+                found.append(
+                    (f"flush {fmt}", kernels.flush_kernel, types | {"B": "i32"}, constants, chosen.flush_warps)
+                )
         into = planes | {"into": pools, "ring": RING}
         into |= dict.fromkeys(("slots", "start", "counts", "flushes"), "*i64")
-        folding |= {"BV": kernels.fold_rows(formats.get(fmt), 32), "OUT": fmt, "IN_PLACE": True}
+        folding |= {"BV": chosen.flush_v, "OUT": fmt, "IN_PLACE": True}
         found.append((f"fold {fmt}", kernels.fold_kernel, into, folding, 4))
     carrying |= {"PDL": PDL, "BJ": chosen.carry_heads, "BC": triton.next_power_of_2(chosen.carry_heads * V)}
-    found.append(("carry", kernels.carry_kernel, inputs | step, carrying, chosen.carry_warps))
+    found.append(("carry", kernels.carry_kernel, inputs | step | {"B": "i32"}, carrying, chosen.carry_warps))
     return found
 
 
@@ -175,7 +183,7 @@ def main(arch: str) -> None:
     amd = arch.startswith("gfx")
     target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch), 32)
     cursors = {"cursors": "*i64", "table": "*i32", "S": "i32", "B": "i32", "BLOCK": ring_kernel.BLOCK}
-    begin = {"given": "*i64", "lengths": "*i64", "T": 1, "R": WINDOW + 1, "MOST": 1, "WINDOW": WINDOW, "DEFERRED": True}
+    begin = {"given": "*i64", "lengths": "*i64", "T": 1, "R": WINDOW + 1, "MOST": 1, "WINDOW": WINDOW, "clock": "*i32"}
     commit = {"counts": "*i64", "CONV": WIDTH}
     for what, kernel, own in (
         ("begin", ring_kernel.begin_kernel, begin),

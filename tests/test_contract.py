@@ -394,6 +394,7 @@ def test_slot_stride_larger_than_the_slot(case: Case, generator: torch.Generator
             checkpoint=tuple(map(paged, layer.checkpoint)),
             ring=type(layer.ring)(*map(paged, layer.ring)),
             conv=paged(layer.conv),
+            ready=paged(layer.ready),
         )
         for layer in cache.layers
     ]

@@ -89,14 +89,16 @@ def test_operators_are_what_they_say(generator: torch.Generator) -> None:
     slots = torch.tensor([1, 0], device=DEVICE)
     ops, sizes = torch.ops.replayssm, tuple(cache.sizes)
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ops.begin.default, (cache.cursor_tensor, slots, None, 1, *sizes), test_utils=tests)
+    torch.library.opcheck(
+        ops.begin.default, (cache.cursor_tensor, cache.clock, slots, None, 1, *sizes), test_utils=tests
+    )
     step = cache.begin(slots)
     torch.library.opcheck(ops.commit.default, (cache.cursor_tensor, step.table, None, *sizes), test_utils=tests)
     layer = cache.layers[0]
     q, k = (torch.randn(2, 1, 2, 8, generator=generator).to(DEVICE) for _ in range(2))
     v = torch.randn(2, 1, 4, 6, generator=generator).to(DEVICE)
     g, w = -torch.rand(2, 1, 4, generator=generator).to(DEVICE), torch.rand(2, 1, 4, generator=generator).to(DEVICE)
-    state = (list(layer.checkpoint), list(layer.ring), layer.conv, layer.key, step.table, None, None)
+    state = (list(layer.checkpoint), list(layer.ring), layer.conv, layer.ready, layer.key, step.table, None, None)
     arguments = ("gdn", "fp32", list(cache.geometry), 2, *state, q, k, v, g, w)
     torch.library.opcheck(ops.decode.default, arguments, test_utils=tests)
     weights = make_weights(cache, generator)

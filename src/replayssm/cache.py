@@ -106,6 +106,7 @@ class ReplayCache:
         self.layers = [self._new_layer(slots, fmt, formats.layer_key(seed, i)) for i, fmt in enumerate(self.formats)]
         self.cursor_tensor = torch.zeros(len(Cursors._fields), slots, dtype=torch.int64, device=self.device)
         self.cursors = Cursors(*self.cursor_tensor)
+        self.clock = torch.zeros(1, dtype=torch.int32, device=self.device)  # steps begun on a device
         self._decoded: set[int] = set()  # layers, in the newest step
         self._free = deque(range(slots))
         self._allocated: set[int] = set()
@@ -131,8 +132,10 @@ class ReplayCache:
 
     def _new_layer(self, slots: int, fmt: Format, key: tuple[int, int]) -> LayerState:
         (H, G, V, K), R, delta = self.geometry, self.sizes.ring, self.recurrence.delta
-        by_products = R if delta and self.implementation.needs_back else 0
+        products = R if delta and self.implementation.needs_back else 0
         E, wide = self.recurrence.gate_dim(self.geometry), self.format.compute
+
+        flags = H * (1 + -(-V // 16)) if self.implementation.on_device else 0
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(slots, *shape, dtype=dtype, device=self.device)
@@ -145,9 +148,10 @@ class ReplayCache:
                 g=empty(H, R, E, dtype=wide),
                 w=empty(H, R, dtype=wide),
                 norm=empty(G, R if delta else 0, dtype=wide),
-                back=empty(H, by_products, by_products, dtype=wide),
+                back=empty(H, products, products, dtype=wide),
             ),
             conv=empty(self.sizes.conv, self.conv.channels if self.conv else 0, dtype=self.dtype),
+            ready=torch.zeros(slots, flags, dtype=torch.int32, device=self.device),
             key=torch.tensor(key, device=self.device),
             format=fmt,
         )

@@ -29,7 +29,7 @@ class Device(NamedTuple):
         self, cache: Any, given: Tensor, lengths: Tensor | None, tokens: int, parent: Tensor | None
     ) -> DeviceStep:
         """One launch. Slots that are due are folded by each layer's decode."""
-        table = torch.ops.replayssm.begin(cache.cursor_tensor, given, lengths, tokens, *cache.sizes)
+        table = torch.ops.replayssm.begin(cache.cursor_tensor, cache.clock, given, lengths, tokens, *cache.sizes)
         return ring_kernel.step(table, tokens, parent)
 
     def commit(self, cache: Any, step: DeviceStep, n: Tensor | None) -> None:
@@ -79,25 +79,28 @@ def _names(cache: Any, layer: LayerState) -> tuple[str, str, list[int], int]:
 
 
 def _tensors(layer: LayerState, step: DeviceStep) -> tuple[Any, ...]:
-    return list(layer.checkpoint), list(layer.ring), layer.conv, layer.key, step.table, step.parent, step.kin
+    state = list(layer.checkpoint), list(layer.ring), layer.conv, layer.ready, layer.key
+    return *state, step.table, step.parent, step.kin
 
 
 # ---- operators ----
 
 
-@torch.library.custom_op("replayssm::begin", mutates_args=("cursors",))
+@torch.library.custom_op("replayssm::begin", mutates_args=("cursors", "clock"))
 def begin(
-    cursors: Tensor, given: Tensor, lengths: Tensor | None, tokens: int, ring: int, conv: int, window: int, reach: int
-) -> Tensor:
-    """DeviceStep.table [7, rows] for slots `given`; see ring_kernel.begin_kernel."""
-    return ring_kernel.begin(cursors, Sizes(ring, conv, window, reach), given, lengths, tokens)
+    cursors: Tensor, clock: Tensor, given: Tensor, lengths: Tensor | None, tokens: int, ring: int, conv: int,
+    window: int, reach: int,
+) -> Tensor:  # fmt: skip
+    """DeviceStep.table [9, rows] for slots `given`; see ring_kernel.begin_kernel."""
+    return ring_kernel.begin(cursors, clock, Sizes(ring, conv, window, reach), given, lengths, tokens)
 
 
 @begin.register_fake
 def _(
-    cursors: Tensor, given: Tensor, lengths: Tensor | None, tokens: int, ring: int, conv: int, window: int, reach: int
-) -> Tensor:
-    return given.new_empty(7, given.shape[0], dtype=torch.int32)
+    cursors: Tensor, clock: Tensor, given: Tensor, lengths: Tensor | None, tokens: int, ring: int, conv: int,
+    window: int, reach: int,
+) -> Tensor:  # fmt: skip
+    return given.new_empty(9, given.shape[0], dtype=torch.int32)
 
 
 @torch.library.custom_op("replayssm::commit", mutates_args=("cursors",))
@@ -124,16 +127,16 @@ def _(pool: Tensor, table: Tensor, parent: Tensor | None, x: Tensor, weight: Ten
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("replayssm::decode", mutates_args=("planes", "records"))
+@torch.library.custom_op("replayssm::decode", mutates_args=("planes", "records", "ready"))
 def decode(
     recurrence: str, format: str, geometry: list[int], window: int,
-    planes: list[Tensor], records: list[Tensor], conv: Tensor, key: Tensor, table: Tensor, parent: Tensor | None,
-    kin: Tensor | None,
+    planes: list[Tensor], records: list[Tensor], conv: Tensor, ready: Tensor, key: Tensor, table: Tensor,
+    parent: Tensor | None, kin: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, w: Tensor,
 ) -> Tensor:  # fmt: skip
     """y [B, T, H, V] from inputs that are ready; see api.decode."""
     step = DeviceStep(v.shape[0], v.shape[1], table, parent, kin)
-    layer = LayerState(tuple(planes), Records(*records), conv, key, formats.get(format))
+    layer = LayerState(tuple(planes), Records(*records), conv, ready, key, formats.get(format))
     inputs = kernels.Inputs(*map(kernels.field, (q, k, v, g, w)))
     return kernels.decode(
         recurrences.get(recurrence),
@@ -152,25 +155,25 @@ def decode(
 @decode.register_fake
 def _(
     recurrence: str, format: str, geometry: list[int], window: int,
-    planes: list[Tensor], records: list[Tensor], conv: Tensor, key: Tensor, table: Tensor, parent: Tensor | None,
-    kin: Tensor | None,
+    planes: list[Tensor], records: list[Tensor], conv: Tensor, ready: Tensor, key: Tensor, table: Tensor,
+    parent: Tensor | None, kin: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, w: Tensor,
 ) -> Tensor:  # fmt: skip
     return v.new_empty(v.shape)
 
 
-@torch.library.custom_op("replayssm::decode_layer", mutates_args=("planes", "records", "conv"))
+@torch.library.custom_op("replayssm::decode_layer", mutates_args=("planes", "records", "conv", "ready"))
 def decode_layer(
     recurrence: str, format: str, geometry: list[int], window: int,
-    planes: list[Tensor], records: list[Tensor], conv: Tensor, key: Tensor, table: Tensor, parent: Tensor | None,
-    kin: Tensor | None,
+    planes: list[Tensor], records: list[Tensor], conv: Tensor, ready: Tensor, key: Tensor, table: Tensor,
+    parent: Tensor | None, kin: Tensor | None,
     x: Tensor, raw_g: Tensor | None, raw_w: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, A_log: Tensor,
     dt_bias: Tensor | None, D: Tensor | None, gate: Tensor | None, scale: float, low: float | None, high: float | None,
 ) -> Tensor:  # fmt: skip
     """y [B, T, H, V] from raw projections; see api.decode_layer."""
     shape, found = Geometry(*geometry), recurrences.get(recurrence)
     step = DeviceStep(x.shape[0], x.shape[1], table, parent, kin)
-    layer = LayerState(tuple(planes), Records(*records), conv, key, formats.get(format))
+    layer = LayerState(tuple(planes), Records(*records), conv, ready, key, formats.get(format))
     q, k, v = (kernels.field(part) for part in found.split_flat(x if x.stride(-1) == 1 else x.contiguous(), shape))
     inputs = kernels.Inputs(q, k, v, None if raw_g is None else kernels.field(raw_g), kernels.field(raw_w))
     weights = kernels.LayerWeights(
@@ -182,8 +185,8 @@ def decode_layer(
 @decode_layer.register_fake
 def _(
     recurrence: str, format: str, geometry: list[int], window: int,
-    planes: list[Tensor], records: list[Tensor], conv: Tensor, key: Tensor, table: Tensor, parent: Tensor | None,
-    kin: Tensor | None,
+    planes: list[Tensor], records: list[Tensor], conv: Tensor, ready: Tensor, key: Tensor, table: Tensor,
+    parent: Tensor | None, kin: Tensor | None,
     x: Tensor, raw_g: Tensor | None, raw_w: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, A_log: Tensor,
     dt_bias: Tensor | None, D: Tensor | None, gate: Tensor | None, scale: float, low: float | None, high: float | None,
 ) -> Tensor:  # fmt: skip

@@ -92,6 +92,12 @@ def is_stochastic(FORMAT: Any) -> bool:
 
 
 @triton.constexpr_function
+def columns_at_once(FORMAT: Any, K: Any, BC: Any) -> int:
+    """How many of K columns `store` takes at once: BC, or all of them (as a power of two) where rows have scales."""
+    return max(16, 1 << (K - 1).bit_length()) if needs_whole_rows(FORMAT) else BC
+
+
+@triton.constexpr_function
 def needs_whole_rows(FORMAT: Any) -> bool:
     """Whether a row of K can be encoded only as a whole, since it has a scale."""
     fmt = described(FORMAT)
@@ -182,21 +188,21 @@ def load_kind(
 ):  # fmt: skip
     """Tile and scale of a kind that is read whole, planes from FIRST on."""
     if KIND == "fp8":
-        tile = e4m3(load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, 0, EVICT))
+        tile = e4m3(load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, from_k, EVICT))
         return tile, load_rows(planes[FIRST + 1], slot, i_h, o_v, V)
     elif KIND == "int8":
         # 2^23 + code, by its bits
-        bits = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, 0, EVICT).to(tl.uint32) | 0x4B000000
+        bits = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, from_k, EVICT).to(tl.uint32) | 0x4B000000
         return bits.to(tl.float32, bitcast=True) - 8388736.0, load_rows(planes[FIRST + 1], slot, i_h, o_v, V)
     elif KIND == "fp4":
-        codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2, 0, EVICT)
-        blocks = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 16, BK // 16).to(tl.uint32)
+        codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2, from_k // 2, EVICT)
+        blocks = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 16, BK // 16, from_k // 16).to(tl.uint32)
         # e4m3 without subnormal numbers: its bits in fp32's place times 2^120
         scale = ((blocks << 20) + ((120 + 14) << 23)).to(tl.float32, bitcast=True)
         return e2m1(codes, scale, BV, BK, 16), load_rows(planes[FIRST + 2], slot, i_h, o_v, V)
     elif KIND == "mxfp4":
-        codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2, 0, EVICT)
-        blocks = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 32, BK // 32).to(tl.uint32)
+        codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2, from_k // 2, EVICT)
+        blocks = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 32, BK // 32, from_k // 32).to(tl.uint32)
         scale = tl.where(blocks == 255, float("nan"), ((blocks + 14) << 23).to(tl.float32, bitcast=True))
         return e2m1(codes, scale, BV, BK, 32), 1.0
     else:
@@ -241,15 +247,17 @@ def nibbles(pairs, BV: tl.constexpr, BK: tl.constexpr):
 @triton.jit
 def load_residual(
     planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, FIRST: tl.constexpr,
-    BITS: tl.constexpr,
+    BITS: tl.constexpr, from_k=0,
 ):  # fmt: skip
     """[BV, BK] in units, fp32."""
     if BITS == 4:
-        low = nibbles(load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2), BV, BK)
+        low = nibbles(load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2, from_k // 2), BV, BK)
         return ((low ^ 8) - 8).to(tl.float32)
-    r = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK).to(tl.int32)
+    r = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, from_k).to(tl.int32)
     if BITS == 12:
-        r = (r << 4) + nibbles(load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 2, BK // 2), BV, BK)
+        r = (r << 4) + nibbles(
+            load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 2, BK // 2, from_k // 2), BV, BK
+        )
     return r.to(tl.float32)
 
 
@@ -268,7 +276,7 @@ def load_update(
 ):  # fmt: skip
     """Rows o_v of a head as a flush starts from them: [BV, BK] fp32. Arguments as load_read.
 
-    The columns from `from_k` on, where BK is not all of them; not for formats that need whole rows.
+    The columns from `from_k` on, where BK is not all of them; a multiple of 32 then.
     """
     KIND: tl.constexpr = checkpoint_kind(FORMAT)
     FIRST: tl.constexpr = copy_planes(FORMAT)
@@ -280,16 +288,16 @@ def load_update(
         COPY: tl.constexpr = copy_kind(FORMAT)
         BITS: tl.constexpr = residual_bits(FORMAT)
         UNIT: tl.constexpr = residual_unit(FORMAT)
-        r = load_residual(planes, slot, i_h, o_v, V, K, BV, BK, FIRST, BITS)
+        r = load_residual(planes, slot, i_h, o_v, V, K, BV, BK, FIRST, BITS, from_k)
         if COPY == "fp8" or COPY == "int8":
-            code, scale = load_kind(planes, slot, i_h, o_v, V, K, BV, BK, COPY, 0)
+            code, scale = load_kind(planes, slot, i_h, o_v, V, K, BV, BK, COPY, 0, from_k)
             return (code + r * (half_step(code, COPY) * UNIT)) * scale[:, None]
         else:
             BLOCK: tl.constexpr = 16 if COPY == "fp4" else 32
             one = tl.full([BV, BK // BLOCK], 16384.0, tl.float32)
-            code = e2m1(load_elements(planes[0], slot, i_h, o_v, V, K // 2, BK // 2), one, BV, BK, BLOCK)
+            code = e2m1(load_elements(planes[0], slot, i_h, o_v, V, K // 2, BK // 2, from_k // 2), one, BV, BK, BLOCK)
             value = code + r * (half_step(code, COPY) * UNIT)
-            scale = block_scale(planes, slot, i_h, o_v, V, K, BK, COPY)
+            scale = block_scale(planes, slot, i_h, o_v, V, K, BK, COPY, from_k)
             return tl.reshape(tl.reshape(value, [BV, BK // BLOCK, BLOCK]) * scale[:, :, None], [BV, BK])
     else:
         tile, scale = load_kind(planes, slot, i_h, o_v, V, K, BV, BK, KIND, FIRST, from_k)
@@ -300,14 +308,14 @@ def load_update(
 
 
 @triton.jit
-def block_scale(planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr):
+def block_scale(planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, from_k):
     """Scales of a 4-bit copy's blocks, rows' scales in them: [BV, BK / block]."""
     if KIND == "fp4":
-        blocks = load_elements(planes[1], slot, i_h, o_v, V, K // 16, BK // 16).to(tl.uint32)
+        blocks = load_elements(planes[1], slot, i_h, o_v, V, K // 16, BK // 16, from_k // 16).to(tl.uint32)
         scale = ((blocks << 20) + (120 << 23)).to(tl.float32, bitcast=True)
         return scale * load_rows(planes[2], slot, i_h, o_v, V)[:, None]
     else:
-        blocks = load_elements(planes[1], slot, i_h, o_v, V, K // 32, BK // 32).to(tl.uint32)
+        blocks = load_elements(planes[1], slot, i_h, o_v, V, K // 32, BK // 32, from_k // 32).to(tl.uint32)
         return tl.where(blocks == 255, float("nan"), (blocks << 23).to(tl.float32, bitcast=True))
 
 
@@ -536,7 +544,9 @@ def store(
     planes, slot, i_h, o_v, b_s, key, noise_slot, flush, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr, FORMAT: tl.constexpr, from_k=0,
 ):  # fmt: skip
-    """Encode rows o_v of a head, b_s [BV, BK] fp32, and store all planes (from_k as in load_update).
+    """Encode rows o_v of a head, b_s [BV, BK] fp32, and store all planes.
+
+    The columns from `from_k` on, where BK is not all of them; not where rows have scales (needs_whole_rows).
 
     | Name       | Shape | Dtype | Dir | Meaning                                                   |
     | planes     | tuple |       | out | as in load_read                                           |

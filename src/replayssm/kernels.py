@@ -16,6 +16,7 @@ interpreter (TRITON_INTERPRET=1) the same kernels run on a CPU, for tests. Layou
 from slot to slot may be anything, and slot arithmetic is int64.
 """
 
+import functools
 import os
 from typing import Any, NamedTuple
 
@@ -25,10 +26,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from replayssm.formats_kernel import load_read, load_update, reads_the_update, store
-from replayssm.ring import DeviceStep, LayerState, folds_after_read
+from replayssm.formats_kernel import columns_at_once, load_read, load_update, needs_whole_rows, store
+from replayssm.ring import DeviceStep, LayerState, folds_beside
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 class Field(NamedTuple):
@@ -194,42 +195,68 @@ def is_seen(o_r, before, i, kin, row, T: tl.constexpr):
 
 
 @triton.jit
+def publish(ready, table, i_b, at, B):
+    """What this program has stored for row i_b is in memory: place `at` of the slot's ready gets the step's number."""
+    tl.debug_barrier()
+    slot, number = tl.load(table + i_b).to(tl.int64), tl.load(table + 7 * B + i_b)
+    tl.atomic_xchg(ready.data + slot * ready.slot + at, number, sem="release")
+
+
+@triton.jit
+def await_number(ready, table, i_b, at, B):
+    """Until place `at` was published. Who publishes runs before, or (PDL) has begun before, in all its programs."""
+    slot, number = tl.load(table + i_b).to(tl.int64), tl.load(table + 7 * B + i_b)
+    while tl.atomic_add(ready.data + slot * ready.slot + at, 0, sem="acquire") != number:
+        pass
+
+
+@triton.jit
 def carry_kernel(
-    inputs, ring, weights, table, parent, kin, t, c,
+    inputs, ring, weights, table, ready, parent, kin, t, c, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr,
     CHANNEL: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Append and carry, one program per BJ heads of a key group and row: grid (programs of a row, B).
+    """Append and carry for BJ heads of a key group and row after another: a persistent grid, rows in order.
 
     | Name       | Shape          | Dtype  | Dir    | Meaning                                                  |
     | inputs     | Inputs         |        | in     | what the step brings                                     |
     | ring       | Ring           |        | in/out | records; the step's own are written                      |
     | weights    | LayerWeights   |        | in     | of convolution and gates                                 |
-    | table      | [7, B]         | int32  | in     | DeviceStep.table                                         |
+    | table      | [9, B]         | int32  | in     | DeviceStep.table                                         |
+    | ready      | [S, H + n]     | int32  | out    | the step's number, once t, c, v of a head are in memory  |
     | parent     | [B, T]         | int32  | in     | of a tree, else None; kin [B, T, T] likewise             |
     | t          | [B, N, T, K]   | fp32   | out    | carried queries of N = G or H heads                      |
     | c          | [B, H, T, 1+R] | fp32   | out    | weights of S0 t, then of v by record number              |
     """
     if PDL:
         gdc_launch_dependents()
-    i_u, i_b, B = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     J: tl.constexpr = H // G
     parts: tl.constexpr = (J + BJ - 1) // BJ
-    if tl.load(table + i_b) >= 0:
-        i_g, i_j = i_u // parts, i_u % parts
-        from_c = (i_g * J + i_j * BJ) * V
-        CARRY(
-            inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_j, from_c, tl.minimum(BJ, J - i_j * BJ) * V, B,
-            T, H, G, V, K, R, L, W, BR, BK, BJ, BC, CHANNEL, GATES,
-        )  # fmt: skip
+    i = tl.program_id(0)
+    while i < B * (G * parts):
+        i_b, i_u = i // (G * parts), i % (G * parts)
+        slot = tl.load(table + i_b).to(tl.int64)
+        if slot >= 0:
+            i_g, i_j = i_u // parts, i_u % parts
+            i_h = i_g * J + i_j * BJ
+            count = tl.minimum(BJ, J - i_j * BJ) * V
+            CARRY(
+                inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_j, i_h * V, count, B,
+                T, H, G, V, K, R, L, W, BR, BK, BJ, BC, CHANNEL, GATES,
+            )  # fmt: skip
+            publish(ready, table, i_b, i_h, B)
+        i += tl.num_programs(0)
+    if PDL:
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            gdc_wait()
 
 
 @triton.jit
 def read_tile(
-    b_s, scale, ring, table, t, c, y, skip, gate, i_b, i_h, i_v, B,
-    T: tl.constexpr, H: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, WAIT: tl.constexpr,
+    b_s, scale, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B,
+    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    R: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
     """y = (c_0 S0 t + sum_j c_j v_j + D v) silu(z) for row i_b, head i_h, part i_v of V: S0 = b_s [BV, BK] times scale.
 
@@ -245,8 +272,8 @@ def read_tile(
     m_p, m_t, m_v, m_k = o_p < before, o_t < length, o_v < V, o_k < K
     p_v = ring.v.data + slot * ring.v.slot + i_h * R * V + o_v
     b_v = tl.load(p_v[None, :] + ((first + o_p) % R * V)[:, None], mask=m_p[:, None] & m_v, other=0.0).to(tl.float32)
-    if WAIT:
-        gdc_wait()
+    if ready is not None:
+        await_number(ready, table, i_b, i_h // (H // G) * (H // G) + i_h % (H // G) // BJ * BJ, B)
     p_own = p_v[None, :] + ((first + before + o_t) % R * V)[:, None]
     b_own = tl.load(p_own, mask=m_t[:, None] & m_v, other=0.0).to(tl.float32)
     for i in range(T):
@@ -282,101 +309,169 @@ def zero_tile(y, row, i_h, i_v, T: tl.constexpr, H: tl.constexpr, V: tl.constexp
 
 
 @triton.jit
-def load_record(
-    ring, slot, place, more, i_h, o_v, o_k,
-    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    DELTA: tl.constexpr,
+def load_keys(
+    ring, slot, place, m_r, i_h, o_k, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr
 ):  # fmt: skip
-    """k [BK], 1 / |k| (delta rule), v [BV], g [BK] or one, and w of a record: as stored, so that none is waited for."""
-    i_g = i_h // (H // G)
-    m_k = (o_k < K) & more
-    b_k = tl.load(ring.k.data + slot * ring.k.slot + (i_g * R + place) * K + o_k, mask=m_k, other=0.0)
-    norm = 1.0
-    if DELTA:
-        norm = tl.load(ring.norm.data + slot * ring.norm.slot + i_g * R + place, mask=more, other=0.0)
-    b_v = tl.load(ring.v.data + slot * ring.v.slot + (i_h * R + place) * V + o_v, mask=(o_v < V) & more, other=0.0)
-    p_g = ring.g.data + slot * ring.g.slot
-    if CHANNEL:
-        b_g = tl.load(p_g + (i_h * R + place) * K + o_k, mask=m_k, other=0.0)
-    else:
-        b_g = tl.load(p_g + i_h * R + place, mask=more, other=0.0)
-    return b_k, norm, b_v, b_g, tl.load(ring.w.data + slot * ring.w.slot + i_h * R + place, mask=more, other=0.0)
+    """Channels o_k of the keys at some places, as stored: [BR, BC]."""
+    p_k = ring.k.data + slot * ring.k.slot + (i_h // (H // G) * R + place[:, None]) * K + o_k
+    return tl.load(p_k, mask=m_r[:, None] & (o_k < K), other=0.0)
+
+
+@triton.jit
+def load_values(ring, slot, place, m_r, i_h, o_v, V: tl.constexpr, R: tl.constexpr):
+    """v [BV, BR] and w [BR] of the records at some places, fp32."""
+    p_v = ring.v.data + slot * ring.v.slot + (i_h * R + place[None, :]) * V + o_v[:, None]
+    b_v = tl.load(p_v, mask=m_r[None, :] & (o_v[:, None] < V), other=0.0).to(tl.float32)
+    return b_v, tl.load(ring.w.data + slot * ring.w.slot + i_h * R + place, mask=m_r, other=0.0)
+
+
+@triton.jit
+def parts(x):
+    """Three bf16 numbers that add up to x, fp32."""
+    first = x.to(tl.bfloat16)
+    rest = x - first.to(tl.float32)
+    second = rest.to(tl.bfloat16)
+    return first, second, (rest - second.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def product(a, b):
+    """a b in fp32, as exact as there but on tensor cores: products of bf16 parts, unless a or b are in bf16."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    if a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16:
+        return tl.dot(a, b)
+    first, second, third = parts(a.to(tl.float32))
+    if b.dtype == tl.bfloat16:
+        return tl.dot(first, b, tl.dot(second, b, tl.dot(third, b)))
+    b_first, b_second, b_third = parts(b.to(tl.float32))
+    small = tl.dot(first, b_third, tl.dot(second, b_second, tl.dot(third, b_first)))
+    return tl.dot(first, b_first, tl.dot(first, b_second, tl.dot(second, b_first, small)))
 
 
 @triton.jit
 def fold_tile(
-    b_s, ring, slot, first, count, i_h, o_v,
+    planes, into, key, ring, slot, i_out, first, count, flush, i_h, o_v,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    BK: tl.constexpr, DELTA: tl.constexpr, STEP: tl.constexpr,
+    BV: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr,
+    CORRECTED: tl.constexpr, FADED: tl.constexpr,
 ):  # fmt: skip
-    """The tile b_s [BV, BK] after `count` records from place `first`, by the recurrence; the next is on its way."""
-    o_k = tl.arange(0, BK)
-    b_k, norm, b_v, b_g, weight = load_record(
-        ring, slot, first, 0 < count, i_h, o_v, o_k, H, G, V, K, R, CHANNEL, DELTA
-    )
-    place, i = first, 0
-    while i < count:
-        i += 1
-        place = tl.where(place + 1 < R, place + 1, 0)
-        next_k, next_norm, next_v, next_g, next_w = load_record(
-            ring, slot, place, i < count, i_h, o_v, o_k, H, G, V, K, R, CHANNEL, DELTA
-        )  # fmt: skip
-        b_s = STEP(b_s, b_k.to(tl.float32) * norm, b_v.to(tl.float32), b_g, weight)
-        b_k, norm, b_v, b_g, weight = next_k, next_norm, next_v, next_g, next_w
-    return b_s
+    """Fold `count` records from place `first` on into rows o_v of a head's state: S = exp(P_n) S + sum_j u_j k_j'^T.
+
+    u: values as CORRECTED by the state; k': keys FADED to the end. BC channels of K at a time, so that few registers
+    are enough (all of them where rows have scales); where the values need the state as well, its second load comes from
+    a cache. `flush`: the number of the flush.
+    """
+    place = (first + tl.arange(0, BF)) % R
+    b_u = CORRECTED(planes, ring, slot, place, count, i_h, o_v, H, G, V, K, R, CHANNEL, BF, BC, FORMAT)
+    COLUMNS: tl.constexpr = columns_at_once(OUT, K, BC)
+    for from_k in tl.static_range(0, K, COLUMNS):
+        o_k = from_k + tl.arange(0, COLUMNS)
+        b_s = load_update(planes, slot, i_h, o_v, V, K, BV, COLUMNS, FORMAT, from_k)
+        b_k, grown = FADED(ring, slot, place, count, i_h, o_k, H, G, K, R, CHANNEL, BF)
+        b_s += grown * b_s
+        if COLUMNS > BC:
+            tl.debug_barrier()  # all threads have loaded what is written over
+        store(into, i_out, i_h, o_v, b_s + product(b_u, b_k), key, slot, flush, V, K, BV, COLUMNS, OUT, from_k)
 
 
 @triton.jit
 def flush_tile(
-    b_s, scale, planes, key, ring, table, i_b, i_h, i_v, B,
+    planes, key, ring, table, folds, i_b, i_h, i_v, B,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    BV: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
-    STEP: tl.constexpr,
+    BV: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, FORMAT: tl.constexpr, CORRECTED: tl.constexpr,
+    FADED: tl.constexpr,
 ):  # fmt: skip
-    """Where row i_b is due: fold the tile that was read, b_s, and write it back; BF rows of V at a time.
+    """Fold the `folds` records in front of row i_b's ring_start into part i_v of head i_h, in place."""
+    slot, first, _, _, _, _ = load_row(table, i_b, B)
+    fold_tile(
+        planes, planes, key, ring, slot, slot, (first + R - folds) % R, folds, tl.load(table + 8 * B + i_b), i_h,
+        i_v * BV + tl.arange(0, BV), H, G, V, K, R, CHANNEL, BV, BF, BC, FORMAT, FORMAT, CORRECTED, FADED,
+    )  # fmt: skip
+    tl.debug_barrier()  # for other threads of this program
 
-    Where what tokens read is not what a flush starts from, and since fewer rows need fewer registers, it is loaded
-    again, out of the L2 cache.
-    """
-    folds = tl.load(table + 4 * B + i_b)
-    if folds > 0:
-        slot, first, _, _, _, _ = load_row(table, i_b, B)
-        for i_f in range(BV // BF):
-            o_v = i_v * BV + i_f * BF + tl.arange(0, BF)
-            if BF < BV or not reads_the_update(FORMAT):
-                b_f = load_update(planes, slot, i_h, o_v, V, K, BF, BK, FORMAT)
-            else:
-                b_f = b_s * (tl.zeros([BV], tl.float32) + scale)[:, None]
-            b_f = fold_tile(b_f, ring, slot, first, folds, i_h, o_v, H, G, V, K, R, CHANNEL, BK, DELTA, STEP)
-            flush = tl.load(table + 6 * B + i_b)
-            store(planes, slot, i_h, o_v, b_f, key, slot, flush, V, K, BF, BK, FORMAT)
+
+@triton.jit
+def flush_kernel(
+    planes, key, ring, table, ready, B,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
+    BV: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, FORMAT: tl.constexpr, CORRECTED: tl.constexpr,
+    FADED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """flush_tile for BV rows of V after another: a persistent grid over the list of due rows, empty or not."""
+    if PDL:
+        gdc_launch_dependents()
+    parts: tl.constexpr = (V + BV - 1) // BV
+    i = tl.program_id(0)
+    i_n = i // (H * parts)
+    i_b = tl.load(table + 6 * B + i_n, mask=i_n < B, other=-1)
+    while i_b >= 0:
+        i_h, i_v = i // parts % H, i % parts
+        folds = tl.load(table + 4 * B + i_b)
+        flush_tile(
+            planes, key, ring, table, folds, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BV, BF, BC, FORMAT, CORRECTED,
+            FADED,
+        )  # fmt: skip
+        publish(ready, table, i_b, H + i_h * parts + i_v, B)
+        i += tl.num_programs(0)
+        i_n = i // (H * parts)
+        i_b = tl.load(table + 6 * B + i_n, mask=i_n < B, other=-1)
 
 
 @triton.jit
 def read_kernel(
-    planes, key, ring, table, t, c, y, skip, gate,
+    planes, ring, table, ready, t, c, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, CHANNEL: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr,
-    BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
+    BW: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """read_tile for every tile, head and row, and the flush of rows that are due: grid (V / BV, H, B).
+    """read_tile for every tile, head and row: grid (V / BV, H, B).
 
-    planes: those of the format, as Pools; key as in LayerState. Bytes: V K read_bytes + (committed + T) V itemsize per
-    row and head, and t, c, y; a flush adds the planes' write, and the read of those that tokens don't read. With PDL
-    the checkpoint is fetched before the carry has ended.
+    planes: those of the format, as Pools. Bytes: V K read_bytes + (committed + T) V itemsize per
+    row and head, and t, c, y. The checkpoint is on its way before the carry is awaited. A row that is due is awaited
+    first, where (BW) it was flushed beside.
     """
     i_v, i_h, i_b, B = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     slot = tl.load(table + i_b).to(tl.int64)
     if slot < 0:
         zero_tile(y, i_b.to(tl.int64), i_h, i_v, T, H, V, BV)
     else:
+        if BW is not None:
+            if tl.load(table + 4 * B + i_b) > 0:
+                parts: tl.constexpr = (V + BW - 1) // BW
+                await_number(ready, table, i_b, H + i_h * parts + i_v * BV // BW, B)
         b_s, scale = load_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BV, BK, FORMAT)
-        read_tile(b_s, scale, ring, table, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, N, V, K, R, BP, BT, BV, BK, PDL)
-        if STEP is not None:
-            flush_tile(
-                b_s, scale, planes, key, ring, table, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BV, BF, BK, DELTA,
-                FORMAT, STEP,
-            )  # fmt: skip
+        read_tile(
+            b_s,
+            scale,
+            ring,
+            table,
+            ready,
+            t,
+            c,
+            y,
+            skip,
+            gate,
+            i_b,
+            i_h,
+            i_v,
+            B,
+            T,
+            H,
+            G,
+            N,
+            V,
+            K,
+            R,
+            BP,
+            BT,
+            BV,
+            BK,
+            BJ,
+        )
+    if PDL:
+        if (i_b == B - 1) & (i_h == H - 1) & (i_v == tl.num_programs(0) - 1):
+            gdc_wait()
 
 
 @triton.jit
@@ -384,19 +479,25 @@ def decode_kernel(
     planes, key, inputs, ring, weights, table, parent, kin, t, c, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
-    BF: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr,
-    FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, STEP: tl.constexpr,
+    BR: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr,
+    FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, CORRECTED: tl.constexpr, FADED: tl.constexpr,
 ):  # fmt: skip
-    """Carry and read in one launch, for small batches: grid (V / BV, H, B), arguments as in both.
+    """Carry, flush and read in one launch, for small batches: grid (V / BV, H, B), arguments as in all three.
 
     Every program does its head's carry itself; those of one head write the same numbers.
     """
     i_v, i_h, i_b, B = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     J: tl.constexpr = H // G
-    slot = tl.load(table + i_b).to(tl.int64)
+    slot, folds = tl.load(table + i_b).to(tl.int64), tl.load(table + 4 * B + i_b)
     if slot < 0:
         zero_tile(y, i_b.to(tl.int64), i_h, i_v, T, H, V, BV)
     else:
+        if FADED is not None:
+            if folds > 0:
+                flush_tile(
+                    planes, key, ring, table, folds, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BV, BF, BC, FORMAT,
+                    CORRECTED, FADED,
+                )  # fmt: skip
         b_s, scale = load_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BV, BK, FORMAT)
         CARRY(
             inputs, ring, weights, table, parent, kin, t, c, i_b, i_h // J, i_h % J, i_h * V + i_v * BV,
@@ -404,21 +505,16 @@ def decode_kernel(
         )  # fmt: skip
         tl.debug_barrier()  # t, c and v are in memory, for other threads of this program
         read_tile(
-            b_s, scale, ring, table, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, N, V, K, R, BP, BT, BV, BK, False
+            b_s, scale, ring, table, None, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP, BT, BV, BK, 1
         )
-        if STEP is not None:
-            flush_tile(
-                b_s, scale, planes, key, ring, table, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BV, BF, BK, DELTA,
-                FORMAT, STEP,
-            )  # fmt: skip
 
 
 @triton.jit
 def fold_kernel(
     planes, into, key, ring, slots, start, counts, flushes,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr,
-    STEP: tl.constexpr, IN_PLACE: tl.constexpr,
+    BV: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr,
+    CORRECTED: tl.constexpr, FADED: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     """The state of n slots after their first `counts` records, in place or as [n, H, V, K]: flush and materialize.
 
@@ -428,13 +524,13 @@ def fold_kernel(
     slot, count = tl.load(slots + i_n).to(tl.int64), tl.load(counts + i_n)
     i_out = slot if IN_PLACE else i_n.to(tl.int64)
     if (not IN_PLACE) or ((slot >= 0) & (count > 0)):
-        o_v = i_v * BV + tl.arange(0, BV)
-        b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BK, FORMAT)
-        b_s = fold_tile(b_s, ring, slot, tl.load(start + i_n), count, i_h, o_v, H, G, V, K, R, CHANNEL, BK, DELTA, STEP)
         flush = 0
         if IN_PLACE:
             flush = tl.load(flushes + i_n)
-        store(into, i_out, i_h, o_v, b_s, key, slot, flush, V, K, BV, BK, OUT)
+        fold_tile(
+            planes, into, key, ring, slot, i_out, tl.load(start + i_n), count, flush, i_h,
+            i_v * BV + tl.arange(0, BV), H, G, V, K, R, CHANNEL, BV, BF, BC, FORMAT, OUT, CORRECTED, FADED,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -459,45 +555,61 @@ def convolve_kernel(
 
 
 class Launch(NamedTuple):
-    """Launch choices of one geometry; tiles are powers of two.
+    """Launch choices of one geometry; tiles are powers of two, programs are per processor of the GPU.
 
     Attributes:
-        together: carry and read are one launch.
-        carry_heads, carry_warps: heads of a key group that a program of the carry holds, and its warps.
+        together: carry, flush and read are one launch.
+        carry_heads, carry_warps: heads of a key group that the carry does at a time, and its warps.
+        carry_programs: so many programs go through the rows.
         read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
-        fold_v: rows of V that it folds at a time, at most read_v.
+        flush_v, flush_warps, flush_programs: the same of the flush, whose programs go through the list of due rows.
+        flush_k: channels of K that it folds at a time.
     """
 
     together: bool
     carry_heads: int
     carry_warps: int
+    carry_programs: int
     read_v: int
     read_warps: int
-    fold_v: int
+    flush_v: int
+    flush_warps: int
+    flush_programs: int
+    flush_k: int
 
 
-def launch(recurrence: Any, geometry: Any, rows: int) -> Launch:
+def launch(recurrence: Any, geometry: Any, format: str, rows: int) -> Launch:
     """Launch choices for plain decoding, found on an NVIDIA H200 (docs/log.md, 2026-11-30)."""
     H, G, V, _ = geometry
-    together = rows * H <= 256
+    together, whole = rows * H <= 256, needs_whole_rows(format)
     return Launch(
         together=together,
-        carry_heads=1 if recurrence.delta else min(8 if rows > 64 else 2, triton.next_power_of_2(H // G)),
+        carry_heads=1 if recurrence.delta else min(4 if rows > 64 else 2, triton.next_power_of_2(H // G)),
         carry_warps=1 if recurrence.delta else 2,
-        read_v=min(triton.next_power_of_2(V), 16),
-        read_warps=2,
-        fold_v=min(triton.next_power_of_2(V), 8 if together else 16),
+        carry_programs=8,
+        read_v=16,
+        read_warps=8 if together and whole else 2,
+        flush_v=16 if whole else min(64, block(V)),
+        flush_warps=8 if whole else 4,
+        flush_programs=3,
+        flush_k=32,
     )
-
-
-def fold_rows(fmt: Any, most: int) -> int:
-    """Rows of V that a program folds and encodes at a time: blocks of 4-bit kinds take registers."""
-    return min(most, 8) if min(fmt.reads.bits, fmt.kind.bits) == 4 else most
 
 
 def dependent_launches(device: torch.device) -> bool:
     """Whether a launch may begin before the one in front of it has ended: NVIDIA, Hopper or newer."""
-    return not INTERPRETED and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
+    return not INTERPRETED.value and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def block(n: int) -> int:
+    """A tile's size for n: a power of two, and at least the 16 that products of tiles need."""
+    return max(16, triton.next_power_of_2(n))
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; a few in the interpreter."""
+    return 2 if INTERPRETED.value else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def pools(layer: LayerState) -> Ring:
@@ -538,54 +650,54 @@ def decode(
     N = H if recurrence.delta else G
     t = torch.empty(B, N, T, K, dtype=torch.float32, device=device)
     c = torch.empty(B, H, T, 1 + R, dtype=torch.float32, device=device)
-    checkpoint, ring, table = planes(layer.checkpoint), pools(layer), step.table
-    chosen = launch(recurrence, geometry, B)
-    PDL = dependent_launches(device)
-    deferred = folds_after_read(R, window)
+    checkpoint, ring, table, format = planes(layer.checkpoint), pools(layer), step.table, layer.format.name
+    chosen = launch(recurrence, geometry, format, B)
+    beside = folds_beside(R, window)
+    if not beside:
+        # as many tokens as records may wait: those are folded first, to make room
+        start = (table[1] - table[4]) % R
+        _launch_fold(recurrence, layer, table[0], start, table[4], table[8], layer.checkpoint, format)
     sizes = {
-        "T": T, "H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K),
-        "CHANNEL": recurrence.channel_gate,
-    }  # fmt: skip
-    reading = sizes | {
-        "N": N, "BP": triton.next_power_of_2(window), "BT": triton.next_power_of_2(T), "BV": chosen.read_v,
-        "BF": fold_rows(layer.format, chosen.fold_v), "DELTA": recurrence.delta, "FORMAT": layer.format.name,
-        "STEP": module.step if deferred else None, "num_warps": chosen.read_warps,
+        "T": T, "H": H, "G": G, "V": V, "K": K, "R": R, "BK": block(K),
     }  # fmt: skip
     carrying = sizes | {
         "L": layer.conv.shape[1], "W": 1 if weights.conv_weight is None else weights.conv_weight.shape[1],
-        "BR": triton.next_power_of_2(window + T - 1), "CARRY": module.carry, "GATES": module.gates,
+        "BR": triton.next_power_of_2(window + T - 1), "CHANNEL": recurrence.channel_gate, "CARRY": module.carry,
+        "GATES": module.gates,
+    }  # fmt: skip
+    reading = sizes | {"N": N, "BP": triton.next_power_of_2(window), "BT": triton.next_power_of_2(T)}
+    sizes.pop("T"), sizes.pop("BK")
+    flushing = sizes | {
+        "BF": block(window), "BC": chosen.flush_k, "CHANNEL": recurrence.channel_gate, "FORMAT": format,
+        "CORRECTED": module.corrected, "FADED": module.faded if beside else None,
     }  # fmt: skip
     if skip is not None:
         skip = (skip[:, None] if skip.ndim == 1 else skip).expand(H, V)
     outputs = (y, None if skip is None else Field(skip, *skip.stride()), None if gate is None else field(gate))
     grid = (triton.cdiv(V, chosen.read_v), H, B)
-    if not deferred:
-        # as many tokens as records may wait: those are folded first, to make room
-        start = (table[1] - table[4]) % R
-        _launch_fold(recurrence, layer, table[0], start, table[4], table[6], layer.checkpoint, layer.format.name)
     if chosen.together:
         decode_kernel[grid](
-            checkpoint,
-            layer.key,
-            inputs,
-            ring,
-            weights,
-            table,
-            step.parent,
-            step.kin,
-            t,
-            c,
-            *outputs,
-            **(carrying | reading),
-        )
+            checkpoint, layer.key, inputs, ring, weights, table, step.parent, step.kin, t, c, *outputs,
+            **(carrying | reading | flushing), BV=chosen.read_v, num_warps=chosen.read_warps,
+        )  # fmt: skip
         return y
-    carry_kernel[(G * triton.cdiv(H // G, chosen.carry_heads), B)](
-        inputs, ring, weights, table, step.parent, step.kin, t, c,
-        **carrying, PDL=PDL, BJ=chosen.carry_heads, BC=triton.next_power_of_2(chosen.carry_heads * V),
-        num_warps=chosen.carry_warps,
+    ready, PDL = Pool(layer.ready, layer.ready.stride(0)), dependent_launches(device)
+    after = {"PDL": PDL, **({"launch_pdl": True} if PDL else {})}
+    units = B * G * triton.cdiv(H // G, chosen.carry_heads)
+    if beside:
+        most = B * H * triton.cdiv(V, chosen.flush_v)
+        flush_kernel[(min(most, chosen.flush_programs * processors(device)),)](
+            checkpoint, layer.key, ring, table, ready, B, **flushing, PDL=PDL, BV=chosen.flush_v,
+            num_warps=chosen.flush_warps,
+        )  # fmt: skip
+    carry_kernel[(min(units, chosen.carry_programs * processors(device)) if PDL else units,)](
+        inputs, ring, weights, table, ready, step.parent, step.kin, t, c, B,
+        **carrying, **(after if beside else {"PDL": PDL}), BJ=chosen.carry_heads,
+        BC=triton.next_power_of_2(chosen.carry_heads * V), num_warps=chosen.carry_warps,
     )  # fmt: skip
     read_kernel[grid](
-        checkpoint, layer.key, ring, table, t, c, *outputs, **reading, PDL=PDL, **({"launch_pdl": True} if PDL else {})
+        checkpoint, ring, table, ready, t, c, *outputs, **reading, **after, FORMAT=format, BV=chosen.read_v,
+        BJ=chosen.carry_heads, BW=chosen.flush_v if beside else None, num_warps=chosen.read_warps,
     )  # fmt: skip
     return y
 
@@ -626,10 +738,10 @@ def _launch_fold(
     G, R, K = layer.ring.k.shape[1:]
     if not len(slots):
         return
-    BV = fold_rows(layer.format, min(32, triton.next_power_of_2(V)))
+    BV, module = 16 if needs_whole_rows(out) else min(64, block(V)), recurrence.kernel()
     fold_kernel[(triton.cdiv(V, BV), H, len(slots))](
         planes(layer.checkpoint), planes(into), layer.key, pools(layer), slots, start, counts, flushes,
-        H=H, G=G, V=V, K=K, R=R, BV=BV, BK=triton.next_power_of_2(K), CHANNEL=recurrence.channel_gate,
-        DELTA=recurrence.delta, FORMAT=layer.format.name, OUT=out, STEP=recurrence.kernel().step,
+        H=H, G=G, V=V, K=K, R=R, BV=BV, BF=block(R - 1), BC=32, CHANNEL=recurrence.channel_gate,
+        FORMAT=layer.format.name, OUT=out, CORRECTED=module.corrected, FADED=module.faded,
         IN_PLACE=into is layer.checkpoint, num_warps=4,
     )  # fmt: skip

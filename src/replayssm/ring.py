@@ -130,8 +130,8 @@ def due(c: Cursors, lengths: Tensor | int) -> Tensor:
     return (c.live == 1) & (c.num_committed > 0) & (c.num_committed + lengths > c.flush_at)
 
 
-def folds_after_read(length: int, window: int) -> bool:
-    """Whether a layer on a device may read a due checkpoint first and fold it then: the step's tokens fit in beside.
+def folds_beside(length: int, window: int) -> bool:
+    """Whether a layer on a device may append a step's records while it folds those that are due: all fit in the ring.
 
     True where max_tokens <= window, with a ring of `length` = window + max_tokens places.
     """
@@ -188,11 +188,10 @@ class DeviceStep(NamedTuple):
 
     Attributes:
         rows, tokens: sizes of the caller's tensors, [rows, tokens, ...].
-        table: int32 [7, rows]. (0) The slot, -1 if the row brings no token, (1) ring_start and (2) num_committed as
-            the step's layers find them, (3) tokens, (4) records that each layer's decode folds into the checkpoint,
-            (5) conv_end, (6) flushes, that of (4) included. Where max_tokens <= window, a layer reads the checkpoint
-            first and folds then, so (1) and (2) are those of before the flush; otherwise it makes room first, and
-            they are those after.
+        table: int32 [9, rows]. (0) The slot, -1 if the row brings no token, (1) ring_start and (2) num_committed after
+            the flush, (3) tokens, (4) records in front of ring_start that each layer's decode folds into the
+            checkpoint, (5) conv_end, (6) the rows that are due, then -1, (7) the number of this step, (8) flushes of
+            the slot, that of (4) included.
         parent: int32 [rows, T] for a draft tree, None for a chain.
         kin: int8 [rows, T, T], which of the step's tokens each sees, itself included; None for a chain.
     """
@@ -351,11 +350,14 @@ class LayerState(NamedTuple):
     Attributes:
         checkpoint: the planes of its format, [S, H, V, columns] each.
         conv: convolution inputs [S, W - 1 + T, C].
+        ready: int32 [S, n] on a device, else [S, 0]: the newest step whose carry of a head, or whose flush of a part of
+            it, is in memory. Scratch.
         key: int64 [2], what formats.layer_key says: noise of stochastic rounding begins from it.
     """
 
     checkpoint: tuple[Tensor, ...]
     ring: Records
     conv: Tensor
+    ready: Tensor
     key: Tensor
     format: Format

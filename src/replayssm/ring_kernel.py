@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.ring import Cursors, DeviceStep, Sizes, ancestors, folds_after_read
+from replayssm.ring import Cursors, DeviceStep, Sizes, ancestors
 
 BLOCK = 128
 # Rows of the cursor tensor [9, S], by their names in Cursors
@@ -21,59 +21,71 @@ RING_START, COMMITTED, PENDING, FLUSH_AT, CONV_END, REACH, LIVE, CLAMPED, FLUSHE
 
 @triton.jit
 def begin_kernel(
-    cursors, given, lengths, table, S, B,
-    T: tl.constexpr, R: tl.constexpr, MOST: tl.constexpr, WINDOW: tl.constexpr, DEFERRED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    cursors, clock, given, lengths, table, S, B,
+    T: tl.constexpr, R: tl.constexpr, MOST: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Flush and begin of ring.py for B rows, one program for BLOCK of them.
+    """Flush and begin of ring.py for B rows; one program, BLOCK rows at a time.
 
     | Name    | Shape  | Dtype | Dir    | Meaning                                |
     | cursors | [9, S] | int64 | in/out | the pool's cursors, rows as in Cursors |
+    | clock   | [1]    | int32 | in/out | the number of the newest step          |
     | given   | [B]    | int64 | in     | slots, negative for padding            |
     | lengths | [B]    | int64 | in     | tokens of every row, or None for T     |
-    | table   | [7, B] | int32 | out    | DeviceStep.table                       |
-
-    DEFERRED: the layers' reads fold what is due, so the table has the cursors of before the flush.
+    | table   | [9, B] | int32 | out    | DeviceStep.table                       |
     """
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    m = i < B
-    slot = tl.load(given + i, mask=m, other=-1)
-    wanted = tl.zeros([BLOCK], tl.int64) + T
-    if lengths is not None:
-        wanted = tl.load(lengths + i, mask=m, other=0)
-    inside = m & (slot >= 0) & (slot < S)
-    p = cursors + tl.where(inside, slot, 0)
-    live = tl.load(p + LIVE * S, mask=inside, other=0) == 1
-    length = tl.where(live, tl.minimum(tl.maximum(wanted, 0), T), 0)
-    clamped = tl.load(p + CLAMPED * S, mask=inside, other=0)
-    tl.store(p + CLAMPED * S, clamped + 1, mask=inside & (length != wanted))
-    tl.store(p + PENDING * S, length, mask=inside)
-    active = inside & (length > 0)
-    start = tl.load(p + RING_START * S, mask=active, other=0)
-    committed = tl.load(p + COMMITTED * S, mask=active, other=0)
-    flush_at = tl.load(p + FLUSH_AT * S, mask=active, other=0)
-    reach = tl.load(p + REACH * S, mask=active, other=0)
-    conv_end = tl.load(p + CONV_END * S, mask=active, other=0)
-    # (1) flush
-    due = active & (committed > 0) & (committed + length > flush_at)
-    folds = tl.where(due, committed, 0)
-    tl.store(p + RING_START * S, (start + folds) % R, mask=due)
-    tl.store(p + COMMITTED * S, committed - folds, mask=due)
-    tl.store(p + FLUSH_AT * S, 0 * committed + WINDOW, mask=due)
-    flushes = tl.load(p + FLUSHES * S, mask=active, other=0) + tl.where(due, 1, 0)
-    tl.store(p + FLUSHES * S, flushes, mask=due)
-    # (2) begin
-    tl.store(p + REACH * S, tl.minimum(tl.where(due, 0, reach), MOST - length), mask=active)
-    if not DEFERRED:
+    number = tl.load(clock) + 1
+    tl.store(clock, number)
+    num_due, from_row = 0, 0
+    while from_row < B:
+        i = from_row + tl.arange(0, BLOCK)
+        m = i < B
+        slot = tl.load(given + i, mask=m, other=-1)
+        wanted = tl.zeros([BLOCK], tl.int64) + T
+        if lengths is not None:
+            wanted = tl.load(lengths + i, mask=m, other=0)
+        inside = m & (slot >= 0) & (slot < S)
+        p = cursors + tl.where(inside, slot, 0)
+        live = tl.load(p + LIVE * S, mask=inside, other=0) == 1
+        length = tl.where(live, tl.minimum(tl.maximum(wanted, 0), T), 0)
+        clamped = tl.load(p + CLAMPED * S, mask=inside, other=0)
+        tl.store(p + CLAMPED * S, clamped + 1, mask=inside & (length != wanted))
+        tl.store(p + PENDING * S, length, mask=inside)
+        active = inside & (length > 0)
+        start = tl.load(p + RING_START * S, mask=active, other=0)
+        committed = tl.load(p + COMMITTED * S, mask=active, other=0)
+        flush_at = tl.load(p + FLUSH_AT * S, mask=active, other=0)
+        reach = tl.load(p + REACH * S, mask=active, other=0)
+        conv_end = tl.load(p + CONV_END * S, mask=active, other=0)
+        # (1) flush
+        due = active & (committed > 0) & (committed + length > flush_at)
+        folds = tl.where(due, committed, 0)
         start, committed = (start + folds) % R, committed - folds
-    at = table + i
-    tl.store(at, tl.where(active, slot, -1).to(tl.int32), mask=m)
-    tl.store(at + B, start.to(tl.int32), mask=m)
-    tl.store(at + 2 * B, committed.to(tl.int32), mask=m)
-    tl.store(at + 3 * B, length.to(tl.int32), mask=m)
-    tl.store(at + 4 * B, folds.to(tl.int32), mask=m)
-    tl.store(at + 5 * B, conv_end.to(tl.int32), mask=m)
-    tl.store(at + 6 * B, flushes.to(tl.int32), mask=m)
+        tl.store(p + RING_START * S, start, mask=due)
+        tl.store(p + COMMITTED * S, committed, mask=due)
+        tl.store(p + FLUSH_AT * S, 0 * committed + WINDOW, mask=due)
+        flushes = tl.load(p + FLUSHES * S, mask=active, other=0) + tl.where(due, 1, 0)
+        tl.store(p + FLUSHES * S, flushes, mask=due)
+        # (2) begin
+        tl.store(p + REACH * S, tl.minimum(tl.where(due, 0, reach), MOST - length), mask=active)
+        at = table + i
+        tl.store(at, tl.where(active, slot, -1).to(tl.int32), mask=m)
+        tl.store(at + B, start.to(tl.int32), mask=m)
+        tl.store(at + 2 * B, committed.to(tl.int32), mask=m)
+        tl.store(at + 3 * B, length.to(tl.int32), mask=m)
+        tl.store(at + 4 * B, folds.to(tl.int32), mask=m)
+        tl.store(at + 5 * B, conv_end.to(tl.int32), mask=m)
+        tl.store(at + 7 * B, 0 * i + number, mask=m)
+        tl.store(at + 8 * B, flushes.to(tl.int32), mask=m)
+        # (3) the list of rows that are due
+        place = num_due + tl.cumsum(due.to(tl.int32), 0) - 1
+        tl.store(table + 6 * B + place, i, mask=due)
+        num_due += tl.sum(due.to(tl.int32), 0)
+        from_row += BLOCK
+    from_row = num_due
+    while from_row < B:
+        i = from_row + tl.arange(0, BLOCK)
+        tl.store(table + 6 * B + i, 0 * i - 1, mask=i < B)
+        from_row += BLOCK
 
 
 @triton.jit
@@ -100,15 +112,14 @@ def commit_kernel(cursors, table, counts, S, B, CONV: tl.constexpr, BLOCK: tl.co
     tl.store(p + REACH * S, tl.minimum(reach + n, committed), mask=active)
 
 
-def begin(cursors: Tensor, sizes: Sizes, given: Tensor, lengths: Tensor | None, tokens: int) -> Tensor:
+def begin(cursors: Tensor, clock: Tensor, sizes: Sizes, given: Tensor, lengths: Tensor | None, tokens: int) -> Tensor:
     """DeviceStep.table for rows of the slots `given`: cursors [9, S] move as ring.flush and ring.begin say."""
     rows = len(given)
-    table = torch.empty(7, rows, dtype=torch.int32, device=given.device)
+    table = torch.empty(9, rows, dtype=torch.int32, device=given.device)
     if rows:
-        begin_kernel[(triton.cdiv(rows, BLOCK),)](
-            cursors, given, lengths, table, cursors.shape[1], rows,
-            T=tokens, R=sizes.ring, MOST=sizes.most_reach, WINDOW=sizes.window,
-            DEFERRED=folds_after_read(sizes.ring, sizes.window), BLOCK=BLOCK,
+        begin_kernel[(1,)](
+            cursors, clock, given, lengths, table, cursors.shape[1], rows,
+            T=tokens, R=sizes.ring, MOST=sizes.most_reach, WINDOW=sizes.window, BLOCK=BLOCK,
         )  # fmt: skip
     return table
 
