@@ -59,19 +59,23 @@ def table(rows: dict[tuple[Any, ...], Row], fast: dict[str, dict[str, float]]) -
             "moved kB/token",
             "speed, H200",
             "KL from fp32",
+            "in solutions",
             "top 1 equal",
             "state error",
         ]
         head += [f"right, {'alone' if not n else f'behind {n}'}" for n in lates]
         text += [f"**{model}**", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-        for name in dict.fromkeys(f for _, f, _ in mine):
-            some = next(row for (_, f, _), row in mine.items() if f == name)
+        about = {f: row for (_, f, _), row in mine.items()}
+        for name, some in sorted(about.items(), key=lambda x: (x[0] != "fp32", -x[1]["stored_bytes_per_element"])):
             moved = some["bytes_read_per_token"] + some["bytes_written_per_token"]
             cells = [f"`{name}`", f"{some['stored_bytes_per_element']:.2f}", f"{moved / 1e3:,.0f}"]
             speed = fast.get(name, {})
             cells.append(f"{min(speed.values()):.2f}x to {max(speed.values()):.2f}x" if speed else "")
             kl, drift = mine.get(("kl", name, None)), mine.get(("drift", name, None))
-            cells += [f"{kl['kl']:.1e}", f"{kl['top1']:.2%}"] if kl else ["", ""]
+            inside = kl.get("solutions") if kl else None
+            cells += (
+                [f"{kl['kl']:.1e}", f"{inside['kl']:.1e}" if inside else "", f"{kl['top1']:.2%}"] if kl else [""] * 3
+            )
             cells.append("" if not drift else f"{drift['state_error']:.1e}" + (" =" if drift["bitwise_fp32"] else ""))
             for late in lates:
                 task = mine.get(("task", name, late))
