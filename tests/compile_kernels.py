@@ -36,7 +36,6 @@ SHAPES = {
 }
 WINDOW, WIDTH = 16, 4
 ROWS = (1, 256)
-BC = 16
 EXTRA: dict[str, int] = {}
 BF16, FP32 = Field("*bf16", "i32", "i32"), Field("*fp32", "i32", "i32")
 RING = Ring(*(Pool(pointer, "i32") for pointer in ("*bf16", "*bf16", *3 * ("*fp32",), "*bf16")))
@@ -99,7 +98,7 @@ def jobs(
     for fmt in FORMATS + (SCALED if size == SHAPES[name][0] else ()):
         pools = tuple(Pool(POINTERS[plane.dtype], "i32") for plane in formats.get(fmt).planes)
         planes = {"planes": pools, "key": "*i64"}
-        folding = sizes | {"FORMAT": fmt, "CORRECTED": module.corrected, "FADED": module.faded, "BF": WINDOW, "BC": BC}
+        folding = sizes | {"FORMAT": fmt, "DELTA": delta, "STEP": module.step}
         for rows in ROWS:
             chosen = kernels.launch(recurrence, Geometry(*size), fmt, rows)
             reading = sizes | {
@@ -112,7 +111,7 @@ def jobs(
             apart = {"BJ": chosen.carry_heads, "PDL": PDL}
             types = planes | step | outputs
             if chosen.together:
-                constants = carrying | reading | folding
+                constants = carrying | reading | folding | {"BF": chosen.fold_v}
                 found.append((f"decode {fmt}", kernels.decode_kernel, types | inputs, constants, chosen.read_warps))
             else:
                 constants = reading | apart | {"BW": chosen.flush_v, "FORMAT": fmt}
@@ -123,8 +122,8 @@ def jobs(
                 )
         into = planes | {"into": pools, "ring": RING}
         into |= dict.fromkeys(("slots", "start", "counts", "flushes"), "*i64")
-        folding |= {"BV": chosen.flush_v, "OUT": fmt, "IN_PLACE": True}
-        found.append((f"fold {fmt}", kernels.fold_kernel, into, folding, 4))
+        folding |= {"BV": 16, "OUT": fmt, "IN_PLACE": True}
+        found.append((f"fold {fmt}", kernels.fold_kernel, into, folding, 8 if fmt in SCALED else 2))
     carrying |= {"PDL": PDL, "BJ": chosen.carry_heads, "BC": triton.next_power_of_2(chosen.carry_heads * V)}
     found.append(("carry", kernels.carry_kernel, inputs | step | {"B": "i32"}, carrying, chosen.carry_warps))
     return found

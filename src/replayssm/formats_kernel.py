@@ -92,12 +92,6 @@ def is_stochastic(FORMAT: Any) -> bool:
 
 
 @triton.constexpr_function
-def columns_at_once(FORMAT: Any, K: Any, BC: Any) -> int:
-    """How many of K columns `store` takes at once: BC, or all of them (as a power of two) where rows have scales."""
-    return max(16, 1 << (K - 1).bit_length()) if needs_whole_rows(FORMAT) else BC
-
-
-@triton.constexpr_function
 def needs_whole_rows(FORMAT: Any) -> bool:
     """Whether a row of K can be encoded only as a whole, since it has a scale."""
     fmt = described(FORMAT)
@@ -122,18 +116,17 @@ def rows(plane, slot, i_h, o_v, V: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load_elements(
-    plane, slot, i_h, o_v, V: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr, first=0,
-    EVICT: tl.constexpr = False,
+    plane, slot, i_h, o_v, V: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr, EVICT: tl.constexpr = False,
 ):  # fmt: skip
-    """[BV, BC] entries as stored, from column `first` on, 0 beyond."""
-    o = first + tl.arange(0, BC)
+    """[BV, BC] entries as stored, 0 beyond."""
+    o = tl.arange(0, BC)
     p = rows(plane, slot, i_h, o_v, V, COLUMNS)[:, None] + o
     return tl.load(p, mask=(o_v < V)[:, None] & (o < COLUMNS), other=0, eviction_policy="evict_first" if EVICT else "")
 
 
 @triton.jit
-def store_elements(plane, slot, i_h, o_v, x, V: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr, first=0):
-    o = first + tl.arange(0, BC)
+def store_elements(plane, slot, i_h, o_v, x, V: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr):
+    o = tl.arange(0, BC)
     p = rows(plane, slot, i_h, o_v, V, COLUMNS)[:, None] + o
     tl.store(p, x, mask=(o_v < V)[:, None] & (o < COLUMNS))
 
@@ -184,29 +177,29 @@ def e2m1(codes, scale, BV: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def load_kind(
     planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
-    FIRST: tl.constexpr, from_k=0, EVICT: tl.constexpr = False,
+    FIRST: tl.constexpr, EVICT: tl.constexpr = False,
 ):  # fmt: skip
     """Tile and scale of a kind that is read whole, planes from FIRST on."""
     if KIND == "fp8":
-        tile = e4m3(load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, from_k, EVICT))
+        tile = e4m3(load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, EVICT))
         return tile, load_rows(planes[FIRST + 1], slot, i_h, o_v, V)
     elif KIND == "int8":
         # 2^23 + code, by its bits
-        bits = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, from_k, EVICT).to(tl.uint32) | 0x4B000000
+        bits = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, EVICT).to(tl.uint32) | 0x4B000000
         return bits.to(tl.float32, bitcast=True) - 8388736.0, load_rows(planes[FIRST + 1], slot, i_h, o_v, V)
     elif KIND == "fp4":
-        codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2, from_k // 2, EVICT)
-        blocks = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 16, BK // 16, from_k // 16).to(tl.uint32)
+        codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2, EVICT)
+        blocks = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 16, BK // 16).to(tl.uint32)
         # e4m3 without subnormal numbers: its bits in fp32's place times 2^120
         scale = ((blocks << 20) + ((120 + 14) << 23)).to(tl.float32, bitcast=True)
         return e2m1(codes, scale, BV, BK, 16), load_rows(planes[FIRST + 2], slot, i_h, o_v, V)
     elif KIND == "mxfp4":
-        codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2, from_k // 2, EVICT)
-        blocks = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 32, BK // 32, from_k // 32).to(tl.uint32)
+        codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2, EVICT)
+        blocks = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 32, BK // 32).to(tl.uint32)
         scale = tl.where(blocks == 255, float("nan"), ((blocks + 14) << 23).to(tl.float32, bitcast=True))
         return e2m1(codes, scale, BV, BK, 32), 1.0
     else:
-        tile = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, from_k, EVICT).to(tl.float32)
+        tile = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, EVICT).to(tl.float32)
         return tile, 1.0
 
 
@@ -221,7 +214,7 @@ def load_read(
     | slot   | one         | int64     | in  |                                                  |
     | o_v    | [BV]        | int32     | in  | rows of V, those from V on are 0                 |
     """
-    return load_kind(planes, slot, i_h, o_v, V, K, BV, BK, read_kind(FORMAT), 0, 0, True)
+    return load_kind(planes, slot, i_h, o_v, V, K, BV, BK, read_kind(FORMAT), 0, True)
 
 
 @triton.jit
@@ -247,17 +240,15 @@ def nibbles(pairs, BV: tl.constexpr, BK: tl.constexpr):
 @triton.jit
 def load_residual(
     planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, FIRST: tl.constexpr,
-    BITS: tl.constexpr, from_k=0,
+    BITS: tl.constexpr,
 ):  # fmt: skip
     """[BV, BK] in units, fp32."""
     if BITS == 4:
-        low = nibbles(load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2, from_k // 2), BV, BK)
+        low = nibbles(load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2), BV, BK)
         return ((low ^ 8) - 8).to(tl.float32)
-    r = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, from_k).to(tl.int32)
+    r = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK).to(tl.int32)
     if BITS == 12:
-        r = (r << 4) + nibbles(
-            load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 2, BK // 2, from_k // 2), BV, BK
-        )
+        r = (r << 4) + nibbles(load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 2, BK // 2), BV, BK)
     return r.to(tl.float32)
 
 
@@ -272,35 +263,31 @@ def product(x, y):
 @triton.jit
 def load_update(
     planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
-    from_k=0,
 ):  # fmt: skip
-    """Rows o_v of a head as a flush starts from them: [BV, BK] fp32. Arguments as load_read.
-
-    The columns from `from_k` on, where BK is not all of them; a multiple of 32 then.
-    """
+    """Rows o_v of a head as a flush starts from them: [BV, BK] fp32. Arguments as load_read."""
     KIND: tl.constexpr = checkpoint_kind(FORMAT)
     FIRST: tl.constexpr = copy_planes(FORMAT)
     if KIND == "split16":
-        high = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, from_k).to(tl.int16, bitcast=True).to(tl.int32)
-        low = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K, BK, from_k).to(tl.int32)
+        high = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK).to(tl.int16, bitcast=True).to(tl.int32)
+        low = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K, BK).to(tl.int32)
         return ((high << 16) + low).to(tl.float32, bitcast=True)
     elif KIND == "residual":
         COPY: tl.constexpr = copy_kind(FORMAT)
         BITS: tl.constexpr = residual_bits(FORMAT)
         UNIT: tl.constexpr = residual_unit(FORMAT)
-        r = load_residual(planes, slot, i_h, o_v, V, K, BV, BK, FIRST, BITS, from_k)
+        r = load_residual(planes, slot, i_h, o_v, V, K, BV, BK, FIRST, BITS)
         if COPY == "fp8" or COPY == "int8":
-            code, scale = load_kind(planes, slot, i_h, o_v, V, K, BV, BK, COPY, 0, from_k)
+            code, scale = load_kind(planes, slot, i_h, o_v, V, K, BV, BK, COPY, 0)
             return (code + r * (half_step(code, COPY) * UNIT)) * scale[:, None]
         else:
             BLOCK: tl.constexpr = 16 if COPY == "fp4" else 32
             one = tl.full([BV, BK // BLOCK], 16384.0, tl.float32)
-            code = e2m1(load_elements(planes[0], slot, i_h, o_v, V, K // 2, BK // 2, from_k // 2), one, BV, BK, BLOCK)
+            code = e2m1(load_elements(planes[0], slot, i_h, o_v, V, K // 2, BK // 2), one, BV, BK, BLOCK)
             value = code + r * (half_step(code, COPY) * UNIT)
-            scale = block_scale(planes, slot, i_h, o_v, V, K, BK, COPY, from_k)
+            scale = block_scale(planes, slot, i_h, o_v, V, K, BK, COPY)
             return tl.reshape(tl.reshape(value, [BV, BK // BLOCK, BLOCK]) * scale[:, :, None], [BV, BK])
     else:
-        tile, scale = load_kind(planes, slot, i_h, o_v, V, K, BV, BK, KIND, FIRST, from_k)
+        tile, scale = load_kind(planes, slot, i_h, o_v, V, K, BV, BK, KIND, FIRST)
         if KIND == "fp8" or KIND == "int8" or KIND == "fp4":
             return tile * scale[:, None]
         else:
@@ -308,14 +295,14 @@ def load_update(
 
 
 @triton.jit
-def block_scale(planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, from_k):
+def block_scale(planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr):
     """Scales of a 4-bit copy's blocks, rows' scales in them: [BV, BK / block]."""
     if KIND == "fp4":
-        blocks = load_elements(planes[1], slot, i_h, o_v, V, K // 16, BK // 16, from_k // 16).to(tl.uint32)
+        blocks = load_elements(planes[1], slot, i_h, o_v, V, K // 16, BK // 16).to(tl.uint32)
         scale = ((blocks << 20) + (120 << 23)).to(tl.float32, bitcast=True)
         return scale * load_rows(planes[2], slot, i_h, o_v, V)[:, None]
     else:
-        blocks = load_elements(planes[1], slot, i_h, o_v, V, K // 32, BK // 32, from_k // 32).to(tl.uint32)
+        blocks = load_elements(planes[1], slot, i_h, o_v, V, K // 32, BK // 32).to(tl.uint32)
         return tl.where(blocks == 255, float("nan"), (blocks << 23).to(tl.float32, bitcast=True))
 
 
@@ -332,13 +319,13 @@ def mix(x):
 
 @triton.jit
 def noise(
-    key, slot, flush, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, from_k=0
+    key, slot, flush, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
     """32 random bits for every element of a tile, as formats.noise of formats.noise_keys(key, slot, flush)."""
     s, f = slot.to(tl.uint32), flush.to(tl.uint32)
     low = mix(mix(tl.load(key).to(tl.uint32) + s) + f)
     high = mix(mix(tl.load(key + 1).to(tl.uint32) + s) + f)
-    x = ((i_h * V + o_v[:, None]) * K + from_k + tl.arange(0, BK)).to(tl.uint32) ^ low
+    x = ((i_h * V + o_v[:, None]) * K + tl.arange(0, BK)).to(tl.uint32) ^ low
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = ((x ^ (x >> 15)) + high) * 0x735A2D97
     return (x ^ (x >> 15)).to(tl.int32, bitcast=True)
@@ -503,50 +490,48 @@ def store_residual(
 @triton.jit
 def store_float(
     planes, slot, i_h, o_v, b_s, random, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
-    FIRST: tl.constexpr, STOCHASTIC: tl.constexpr, from_k,
+    FIRST: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Store a kind without a scale."""
     if KIND == "split16":
         bits = tl.where(b_s == b_s, b_s.to(tl.int32, bitcast=True), 0x7FC00000)
         upper = (bits + 0x8000) >> 16
         high = upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        store_elements(planes[FIRST], slot, i_h, o_v, high, V, K, BK, from_k)
-        store_elements(planes[FIRST + 1], slot, i_h, o_v, (bits - (upper << 16)).to(tl.int16), V, K, BK, from_k)
+        store_elements(planes[FIRST], slot, i_h, o_v, high, V, K, BK)
+        store_elements(planes[FIRST + 1], slot, i_h, o_v, (bits - (upper << 16)).to(tl.int16), V, K, BK)
     elif KIND == "fp16":
         kept = tl.where(b_s == b_s, clamp(b_s, 65504.0), b_s)
         if STOCHASTIC:
             kept = round_float(kept, random, 10, -14, True)
-        store_elements(planes[FIRST], slot, i_h, o_v, kept.to(tl.float16), V, K, BK, from_k)
+        store_elements(planes[FIRST], slot, i_h, o_v, kept.to(tl.float16), V, K, BK)
     elif KIND == "bf16":
         kept = tl.where(b_s == b_s, clamp(b_s, 3.3895313892515355e38), b_s)
         # by hand: the interpreter's conversion truncates
         bits = round_float(kept, random, 7, -126, STOCHASTIC).to(tl.int32, bitcast=True)
         high = tl.where(b_s == b_s, bits >> 16, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        store_elements(planes[FIRST], slot, i_h, o_v, high, V, K, BK, from_k)
+        store_elements(planes[FIRST], slot, i_h, o_v, high, V, K, BK)
     else:
-        store_elements(planes[FIRST], slot, i_h, o_v, b_s, V, K, BK, from_k)
+        store_elements(planes[FIRST], slot, i_h, o_v, b_s, V, K, BK)
 
 
 @triton.jit
 def store_kind(
     planes, slot, i_h, o_v, b_s, random, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-    KIND: tl.constexpr, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr, from_k,
+    KIND: tl.constexpr, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Store one kind, planes from FIRST on."""
     if KIND == "fp8" or KIND == "int8" or KIND == "fp4" or KIND == "mxfp4":
         store_scaled(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, KIND, FIRST, STOCHASTIC)
     else:
-        store_float(planes, slot, i_h, o_v, b_s, random, V, K, BK, KIND, FIRST, STOCHASTIC, from_k)
+        store_float(planes, slot, i_h, o_v, b_s, random, V, K, BK, KIND, FIRST, STOCHASTIC)
 
 
 @triton.jit
 def store(
     planes, slot, i_h, o_v, b_s, key, noise_slot, flush, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
-    BK: tl.constexpr, FORMAT: tl.constexpr, from_k=0,
+    BK: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Encode rows o_v of a head, b_s [BV, BK] fp32, and store all planes.
-
-    The columns from `from_k` on, where BK is not all of them; not where rows have scales (needs_whole_rows).
 
     | Name       | Shape | Dtype | Dir | Meaning                                                   |
     | planes     | tuple |       | out | as in load_read                                           |
@@ -559,11 +544,11 @@ def store(
     FIRST: tl.constexpr = copy_planes(FORMAT)
     random = 0
     if STOCHASTIC:
-        random = noise(key, noise_slot, flush, i_h, o_v, V, K, BV, BK, from_k)
+        random = noise(key, noise_slot, flush, i_h, o_v, V, K, BV, BK)
     if KIND == "residual":
         code, ratio = store_scaled(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, COPY, 0, False)
         store_residual(planes, slot, i_h, o_v, code, ratio, random, V, K, BV, BK, FORMAT)
     else:
         if COPY is not None:
-            store_kind(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, COPY, 0, False, from_k)
-        store_kind(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, KIND, FIRST, STOCHASTIC, from_k)
+            store_kind(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, COPY, 0, False)
+        store_kind(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, KIND, FIRST, STOCHASTIC)

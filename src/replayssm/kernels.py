@@ -1,15 +1,17 @@
 """Implementation `triton`: what all recurrences share on a GPU. Imported only when a cache asks for it.
 
-One layer's step is two launches, at small batch one:
+One layer's step is three launches that overlap, at small batch one:
 
-    carry   convolution, gates, norms, append, then t and c (`carry` of recurrences/<name>/kernel.py), one program per
-            row and some heads of a key group
-    read    y = c_0 S0 t + c . v, skip, output gate: one program per row, head and tile of V. Where the row's ring is
-            full, the program then walks the tile, which it still holds, through the records (`step` of the same file,
-            the recurrence itself) and writes it back: a flush costs one write, no pass and no launch of its own
+    flush   rows that are due: a tile of V walked through the records (`step` of recurrences/<name>/kernel.py, the
+            recurrence itself) and written back. A few programs go through the list of such rows
+    carry   convolution, gates, norms, append, then t and c (`carry` of the same file), for a row and some heads of a
+            key group. A few programs go through the rows, in order
+    read    y = c_0 S0 t + c . v, skip, output gate: one program per row, head and tile of V
 
-The launches overlap (programmatic dependence): the read fetches checkpoints and rings while the carry still runs. At
-small batch every program repeats the carry it needs while its tile is on its way.
+A launch begins when all programs of the one before have begun (programmatic dependence). What a program needs of
+another launch it awaits by name: `ready` holds, per slot and head, the newest step that was carried (or flushed).
+So carries and flushes run while checkpoints stream in. Where launches don't overlap, nothing is ever awaited. At small
+batch every program does the carry that it needs by itself.
 
 Everything that changes from step to step is in device tensors (DeviceStep.table, cursors, rings). In Triton's
 interpreter (TRITON_INTERPRET=1) the same kernels run on a CPU, for tests. Layouts inside a slot are dense; the stride
@@ -26,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from replayssm.formats_kernel import columns_at_once, load_read, load_update, needs_whole_rows, store
+from replayssm.formats_kernel import load_read, load_update, needs_whole_rows, store
 from replayssm.ring import DeviceStep, LayerState, folds_beside
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -236,8 +238,7 @@ def carry_kernel(
     i = tl.program_id(0)
     while i < B * (G * parts):
         i_b, i_u = i // (G * parts), i % (G * parts)
-        slot = tl.load(table + i_b).to(tl.int64)
-        if slot >= 0:
+        if tl.load(table + i_b) >= 0:
             i_g, i_j = i_u // parts, i_u % parts
             i_h = i_g * J + i_j * BJ
             count = tl.minimum(BJ, J - i_j * BJ) * V
@@ -282,11 +283,8 @@ def read_tile(
         p_c = c + ((row * H + i_h) * T + i) * (1 + R)
         b_c = tl.load(p_c + 1 + o_p, mask=m_p, other=0.0)
         c_own = tl.load(p_c + 1 + before + o_t, mask=m_t & (o_t <= i), other=0.0)
-        b_y = (
-            tl.load(p_c) * (tl.sum(b_s * b_t, 1) * scale)
-            + tl.sum(b_c[:, None] * b_v, 0)
-            + tl.sum(c_own[:, None] * b_own, 0)
-        )
+        b_y = tl.load(p_c) * (tl.sum(b_s * b_t, 1) * scale)
+        b_y += tl.sum(b_c[:, None] * b_v, 0) + tl.sum(c_own[:, None] * b_own, 0)
         # (2) skip and output gate
         if skip is not None:
             b_d = tl.load(skip.data + i_h * skip.row + o_v * skip.token, mask=m_v, other=0.0).to(tl.float32)
@@ -309,94 +307,72 @@ def zero_tile(y, row, i_h, i_v, T: tl.constexpr, H: tl.constexpr, V: tl.constexp
 
 
 @triton.jit
-def load_keys(
-    ring, slot, place, m_r, i_h, o_k, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr
+def load_record(
+    ring, slot, place, more, i_h, o_v, o_k,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
+    DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Channels o_k of the keys at some places, as stored: [BR, BC]."""
-    p_k = ring.k.data + slot * ring.k.slot + (i_h // (H // G) * R + place[:, None]) * K + o_k
-    return tl.load(p_k, mask=m_r[:, None] & (o_k < K), other=0.0)
-
-
-@triton.jit
-def load_values(ring, slot, place, m_r, i_h, o_v, V: tl.constexpr, R: tl.constexpr):
-    """v [BV, BR] and w [BR] of the records at some places, fp32."""
-    p_v = ring.v.data + slot * ring.v.slot + (i_h * R + place[None, :]) * V + o_v[:, None]
-    b_v = tl.load(p_v, mask=m_r[None, :] & (o_v[:, None] < V), other=0.0).to(tl.float32)
-    return b_v, tl.load(ring.w.data + slot * ring.w.slot + i_h * R + place, mask=m_r, other=0.0)
-
-
-@triton.jit
-def parts(x):
-    """Three bf16 numbers that add up to x, fp32."""
-    first = x.to(tl.bfloat16)
-    rest = x - first.to(tl.float32)
-    second = rest.to(tl.bfloat16)
-    return first, second, (rest - second.to(tl.float32)).to(tl.bfloat16)
-
-
-@triton.jit
-def product(a, b):
-    """a b in fp32, as exact as there but on tensor cores: products of bf16 parts, unless a or b are in bf16."""
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32))
-    if a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16:
-        return tl.dot(a, b)
-    first, second, third = parts(a.to(tl.float32))
-    if b.dtype == tl.bfloat16:
-        return tl.dot(first, b, tl.dot(second, b, tl.dot(third, b)))
-    b_first, b_second, b_third = parts(b.to(tl.float32))
-    small = tl.dot(first, b_third, tl.dot(second, b_second, tl.dot(third, b_first)))
-    return tl.dot(first, b_first, tl.dot(first, b_second, tl.dot(second, b_first, small)))
+    """k [BK], 1 / |k| (delta rule), v [BV], g [BK] or one, and w of a record: as stored, so that none is waited for."""
+    i_g = i_h // (H // G)
+    m_k = (o_k < K) & more
+    b_k = tl.load(ring.k.data + slot * ring.k.slot + (i_g * R + place) * K + o_k, mask=m_k, other=0.0)
+    norm = 1.0
+    if DELTA:
+        norm = tl.load(ring.norm.data + slot * ring.norm.slot + i_g * R + place, mask=more, other=0.0)
+    b_v = tl.load(ring.v.data + slot * ring.v.slot + (i_h * R + place) * V + o_v, mask=(o_v < V) & more, other=0.0)
+    p_g = ring.g.data + slot * ring.g.slot
+    if CHANNEL:
+        b_g = tl.load(p_g + (i_h * R + place) * K + o_k, mask=m_k, other=0.0)
+    else:
+        b_g = tl.load(p_g + i_h * R + place, mask=more, other=0.0)
+    return b_k, norm, b_v, b_g, tl.load(ring.w.data + slot * ring.w.slot + i_h * R + place, mask=more, other=0.0)
 
 
 @triton.jit
 def fold_tile(
-    planes, into, key, ring, slot, i_out, first, count, flush, i_h, o_v,
+    b_s, ring, slot, first, count, i_h, o_v,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    BV: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr,
-    CORRECTED: tl.constexpr, FADED: tl.constexpr,
+    BK: tl.constexpr, DELTA: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Fold `count` records from place `first` on into rows o_v of a head's state: S = exp(P_n) S + sum_j u_j k_j'^T.
-
-    u: values as CORRECTED by the state; k': keys FADED to the end. BC channels of K at a time, so that few registers
-    are enough (all of them where rows have scales); where the values need the state as well, its second load comes from
-    a cache. `flush`: the number of the flush.
-    """
-    place = (first + tl.arange(0, BF)) % R
-    b_u = CORRECTED(planes, ring, slot, place, count, i_h, o_v, H, G, V, K, R, CHANNEL, BF, BC, FORMAT)
-    COLUMNS: tl.constexpr = columns_at_once(OUT, K, BC)
-    for from_k in tl.static_range(0, K, COLUMNS):
-        o_k = from_k + tl.arange(0, COLUMNS)
-        b_s = load_update(planes, slot, i_h, o_v, V, K, BV, COLUMNS, FORMAT, from_k)
-        b_k, grown = FADED(ring, slot, place, count, i_h, o_k, H, G, K, R, CHANNEL, BF)
-        b_s += grown * b_s
-        if COLUMNS > BC:
-            tl.debug_barrier()  # all threads have loaded what is written over
-        store(into, i_out, i_h, o_v, b_s + product(b_u, b_k), key, slot, flush, V, K, BV, COLUMNS, OUT, from_k)
+    """The tile b_s [BV, BK] after `count` records from place `first`, by the recurrence; the next is on its way."""
+    o_k = tl.arange(0, BK)
+    b_k, norm, b_v, b_g, weight = load_record(
+        ring, slot, first, 0 < count, i_h, o_v, o_k, H, G, V, K, R, CHANNEL, DELTA
+    )
+    place, i = first, 0
+    while i < count:
+        i += 1
+        place = tl.where(place + 1 < R, place + 1, 0)
+        next_k, next_norm, next_v, next_g, next_w = load_record(
+            ring, slot, place, i < count, i_h, o_v, o_k, H, G, V, K, R, CHANNEL, DELTA
+        )  # fmt: skip
+        b_s = STEP(b_s, b_k.to(tl.float32) * norm, b_v.to(tl.float32), b_g, weight)
+        b_k, norm, b_v, b_g, weight = next_k, next_norm, next_v, next_g, next_w
+    return b_s
 
 
 @triton.jit
 def flush_tile(
     planes, key, ring, table, folds, i_b, i_h, i_v, B,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    BV: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, FORMAT: tl.constexpr, CORRECTED: tl.constexpr,
-    FADED: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Fold the `folds` records in front of row i_b's ring_start into part i_v of head i_h, in place."""
     slot, first, _, _, _, _ = load_row(table, i_b, B)
-    fold_tile(
-        planes, planes, key, ring, slot, slot, (first + R - folds) % R, folds, tl.load(table + 8 * B + i_b), i_h,
-        i_v * BV + tl.arange(0, BV), H, G, V, K, R, CHANNEL, BV, BF, BC, FORMAT, FORMAT, CORRECTED, FADED,
-    )  # fmt: skip
-    tl.debug_barrier()  # for other threads of this program
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BK, FORMAT)
+    b_s = fold_tile(b_s, ring, slot, (first + R - folds) % R, folds, i_h, o_v, H, G, V, K, R, CHANNEL, BK, DELTA, STEP)
+    if needs_whole_rows(FORMAT):
+        tl.debug_barrier()  # all threads have loaded what is written over
+    store(planes, slot, i_h, o_v, b_s, key, slot, tl.load(table + 8 * B + i_b), V, K, BV, BK, FORMAT)
 
 
 @triton.jit
 def flush_kernel(
     planes, key, ring, table, ready, B,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    BV: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, FORMAT: tl.constexpr, CORRECTED: tl.constexpr,
-    FADED: tl.constexpr, PDL: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """flush_tile for BV rows of V after another: a persistent grid over the list of due rows, empty or not."""
     if PDL:
@@ -409,8 +385,7 @@ def flush_kernel(
         i_h, i_v = i // parts % H, i % parts
         folds = tl.load(table + 4 * B + i_b)
         flush_tile(
-            planes, key, ring, table, folds, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BV, BF, BC, FORMAT, CORRECTED,
-            FADED,
+            planes, key, ring, table, folds, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BV, BK, DELTA, FORMAT, STEP
         )  # fmt: skip
         publish(ready, table, i_b, H + i_h * parts + i_v, B)
         i += tl.num_programs(0)
@@ -442,33 +417,9 @@ def read_kernel(
                 await_number(ready, table, i_b, H + i_h * parts + i_v * BV // BW, B)
         b_s, scale = load_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BV, BK, FORMAT)
         read_tile(
-            b_s,
-            scale,
-            ring,
-            table,
-            ready,
-            t,
-            c,
-            y,
-            skip,
-            gate,
-            i_b,
-            i_h,
-            i_v,
-            B,
-            T,
-            H,
-            G,
-            N,
-            V,
-            K,
-            R,
-            BP,
-            BT,
-            BV,
-            BK,
+            b_s, scale, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP, BT, BV, BK,
             BJ,
-        )
+        )  # fmt: skip
     if PDL:
         if (i_b == B - 1) & (i_h == H - 1) & (i_v == tl.num_programs(0) - 1):
             gdc_wait()
@@ -479,12 +430,13 @@ def decode_kernel(
     planes, key, inputs, ring, weights, table, parent, kin, t, c, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
-    BR: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr,
-    FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, CORRECTED: tl.constexpr, FADED: tl.constexpr,
+    BF: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr,
+    FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Carry, flush and read in one launch, for small batches: grid (V / BV, H, B), arguments as in all three.
 
-    Every program does its head's carry itself; those of one head write the same numbers.
+    Every program does its head's carry itself; those of one head write the same numbers. BF rows of V are folded at a
+    time.
     """
     i_v, i_h, i_b, B = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     J: tl.constexpr = H // G
@@ -492,12 +444,15 @@ def decode_kernel(
     if slot < 0:
         zero_tile(y, i_b.to(tl.int64), i_h, i_v, T, H, V, BV)
     else:
-        if FADED is not None:
+        if STEP is not None:
             if folds > 0:
-                flush_tile(
-                    planes, key, ring, table, folds, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BV, BF, BC, FORMAT,
-                    CORRECTED, FADED,
-                )  # fmt: skip
+                for i_f in range(BV // BF):
+                    i_w = i_v * (BV // BF) + i_f
+                    flush_tile(
+                        planes, key, ring, table, folds, i_b, i_h, i_w, B, H, G, V, K, R, CHANNEL, BF, BK, DELTA,
+                        FORMAT, STEP,
+                    )  # fmt: skip
+                tl.debug_barrier()  # for other threads of this program
         b_s, scale = load_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BV, BK, FORMAT)
         CARRY(
             inputs, ring, weights, table, parent, kin, t, c, i_b, i_h // J, i_h % J, i_h * V + i_v * BV,
@@ -513,8 +468,8 @@ def decode_kernel(
 def fold_kernel(
     planes, into, key, ring, slots, start, counts, flushes,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    BV: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr,
-    CORRECTED: tl.constexpr, FADED: tl.constexpr, IN_PLACE: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr,
+    STEP: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     """The state of n slots after their first `counts` records, in place or as [n, H, V, K]: flush and materialize.
 
@@ -524,13 +479,15 @@ def fold_kernel(
     slot, count = tl.load(slots + i_n).to(tl.int64), tl.load(counts + i_n)
     i_out = slot if IN_PLACE else i_n.to(tl.int64)
     if (not IN_PLACE) or ((slot >= 0) & (count > 0)):
+        o_v = i_v * BV + tl.arange(0, BV)
+        b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BK, FORMAT)
+        b_s = fold_tile(b_s, ring, slot, tl.load(start + i_n), count, i_h, o_v, H, G, V, K, R, CHANNEL, BK, DELTA, STEP)
         flush = 0
         if IN_PLACE:
             flush = tl.load(flushes + i_n)
-        fold_tile(
-            planes, into, key, ring, slot, i_out, tl.load(start + i_n), count, flush, i_h,
-            i_v * BV + tl.arange(0, BV), H, G, V, K, R, CHANNEL, BV, BF, BC, FORMAT, OUT, CORRECTED, FADED,
-        )  # fmt: skip
+            if needs_whole_rows(FORMAT):
+                tl.debug_barrier()  # all threads have loaded what is written over
+        store(into, i_out, i_h, o_v, b_s, key, slot, flush, V, K, BV, BK, OUT)
 
 
 @triton.jit
@@ -559,14 +516,15 @@ class Launch(NamedTuple):
 
     Attributes:
         together: carry, flush and read are one launch.
+        fold_v: rows of V that this one launch folds at a time: more need more registers than there are.
         carry_heads, carry_warps: heads of a key group that the carry does at a time, and its warps.
         carry_programs: so many programs go through the rows.
         read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
         flush_v, flush_warps, flush_programs: the same of the flush, whose programs go through the list of due rows.
-        flush_k: channels of K that it folds at a time.
     """
 
     together: bool
+    fold_v: int
     carry_heads: int
     carry_warps: int
     carry_programs: int
@@ -575,35 +533,33 @@ class Launch(NamedTuple):
     flush_v: int
     flush_warps: int
     flush_programs: int
-    flush_k: int
 
 
 def launch(recurrence: Any, geometry: Any, format: str, rows: int) -> Launch:
-    """Launch choices for plain decoding, found on an NVIDIA H200 (docs/log.md, 2026-11-30)."""
+    """Launch choices for plain decoding, found on an NVIDIA H200 (docs/log.md, 2026-11-30).
+
+    What decides the order of a sum (warps, and rows of V by format) is one choice for every number of rows: so a row's
+    result does not depend on how many there are.
+    """
     H, G, V, _ = geometry
-    together, whole = rows * H <= 256, needs_whole_rows(format)
+    most, scaled = triton.next_power_of_2(V), needs_whole_rows(format)
     return Launch(
-        together=together,
-        carry_heads=1 if recurrence.delta else min(4 if rows > 64 else 2, triton.next_power_of_2(H // G)),
+        together=rows * H <= 256,
+        fold_v=min(most, 8 if recurrence.delta or scaled else 16),
+        carry_heads=1 if recurrence.delta else min(8 if rows > 64 else 4, triton.next_power_of_2(H // G)),
         carry_warps=1 if recurrence.delta else 2,
         carry_programs=8,
-        read_v=16,
-        read_warps=8 if together and whole else 2,
-        flush_v=16 if whole else min(64, block(V)),
-        flush_warps=8 if whole else 4,
-        flush_programs=3,
-        flush_k=32,
+        read_v=min(most, 16 if format == "fp32" or recurrence.channel_gate else 32),
+        read_warps=4 if scaled else 1 if recurrence.delta else 2,
+        flush_v=min(most, 16),
+        flush_warps=4 if scaled else 2 if recurrence.channel_gate and format != "fp32" else 1,
+        flush_programs=4,
     )
 
 
 def dependent_launches(device: torch.device) -> bool:
     """Whether a launch may begin before the one in front of it has ended: NVIDIA, Hopper or newer."""
     return not INTERPRETED.value and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def block(n: int) -> int:
-    """A tile's size for n: a power of two, and at least the 16 that products of tiles need."""
-    return max(16, triton.next_power_of_2(n))
 
 
 @functools.cache
@@ -657,19 +613,16 @@ def decode(
         # as many tokens as records may wait: those are folded first, to make room
         start = (table[1] - table[4]) % R
         _launch_fold(recurrence, layer, table[0], start, table[4], table[8], layer.checkpoint, format)
-    sizes = {
-        "T": T, "H": H, "G": G, "V": V, "K": K, "R": R, "BK": block(K),
-    }  # fmt: skip
+    sizes = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K)}
     carrying = sizes | {
-        "L": layer.conv.shape[1], "W": 1 if weights.conv_weight is None else weights.conv_weight.shape[1],
+        "T": T, "L": layer.conv.shape[1], "W": 1 if weights.conv_weight is None else weights.conv_weight.shape[1],
         "BR": triton.next_power_of_2(window + T - 1), "CHANNEL": recurrence.channel_gate, "CARRY": module.carry,
         "GATES": module.gates,
     }  # fmt: skip
-    reading = sizes | {"N": N, "BP": triton.next_power_of_2(window), "BT": triton.next_power_of_2(T)}
-    sizes.pop("T"), sizes.pop("BK")
+    reading = sizes | {"T": T, "N": N, "BP": triton.next_power_of_2(window), "BT": triton.next_power_of_2(T)}
     flushing = sizes | {
-        "BF": block(window), "BC": chosen.flush_k, "CHANNEL": recurrence.channel_gate, "FORMAT": format,
-        "CORRECTED": module.corrected, "FADED": module.faded if beside else None,
+        "CHANNEL": recurrence.channel_gate, "DELTA": recurrence.delta, "FORMAT": format,
+        "STEP": module.step if beside else None,
     }  # fmt: skip
     if skip is not None:
         skip = (skip[:, None] if skip.ndim == 1 else skip).expand(H, V)
@@ -678,7 +631,8 @@ def decode(
     if chosen.together:
         decode_kernel[grid](
             checkpoint, layer.key, inputs, ring, weights, table, step.parent, step.kin, t, c, *outputs,
-            **(carrying | reading | flushing), BV=chosen.read_v, num_warps=chosen.read_warps,
+            **(carrying | reading | flushing), BV=chosen.read_v, BF=chosen.fold_v,
+            num_warps=chosen.read_warps,
         )  # fmt: skip
         return y
     ready, PDL = Pool(layer.ready, layer.ready.stride(0)), dependent_launches(device)
@@ -738,10 +692,10 @@ def _launch_fold(
     G, R, K = layer.ring.k.shape[1:]
     if not len(slots):
         return
-    BV, module = 16 if needs_whole_rows(out) else min(64, block(V)), recurrence.kernel()
+    BV = min(16, triton.next_power_of_2(V))
     fold_kernel[(triton.cdiv(V, BV), H, len(slots))](
         planes(layer.checkpoint), planes(into), layer.key, pools(layer), slots, start, counts, flushes,
-        H=H, G=G, V=V, K=K, R=R, BV=BV, BF=block(R - 1), BC=32, CHANNEL=recurrence.channel_gate,
-        FORMAT=layer.format.name, OUT=out, CORRECTED=module.corrected, FADED=module.faded,
-        IN_PLACE=into is layer.checkpoint, num_warps=4,
+        H=H, G=G, V=V, K=K, R=R, BV=BV, BK=triton.next_power_of_2(K), CHANNEL=recurrence.channel_gate,
+        DELTA=recurrence.delta, FORMAT=layer.format.name, OUT=out, STEP=recurrence.kernel().step,
+        IN_PLACE=into is layer.checkpoint, num_warps=8 if needs_whole_rows(layer.format.name) else 2,
     )  # fmt: skip

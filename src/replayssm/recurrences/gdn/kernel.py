@@ -1,25 +1,13 @@
 """Gated DeltaNet on a GPU: gates, carry and fold in Triton. Equations as in math.md, layout as in mamba2/kernel.py.
 
 The carry is the walk, newest record first: by products it needs registers that a GPU would rather spend on more rows at
-a time (docs/log.md). So no `back` is kept: a fold makes the triangular system of its records itself.
+a time (docs/log.md). So nothing here needs the ring's `back`.
 """
 
 import triton
 import triton.language as tl
 
-from replayssm.formats_kernel import load_update
-from replayssm.kernels import (
-    append,
-    channels,
-    expm1,
-    keep,
-    load_keys,
-    load_row,
-    load_values,
-    product,
-    sigmoid,
-    softplus,
-)  # fmt: skip
+from replayssm.kernels import append, channels, expm1, keep, load_row, sigmoid, softplus
 
 
 @triton.jit
@@ -138,75 +126,7 @@ def carry(
 
 
 @triton.jit
-def corrected(
-    planes, ring, slot, place, count, i_h, o_v, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
-    K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, FORMAT: tl.constexpr,
-):  # fmt: skip
-    """(I + D E) U = D (V - exp(P) K S^T) solved for the `count` records at `place` [BR]: [BV, BR], with keys' norms.
-
-    E_ij = exp(P_i - P_j) (k_i . k_j) for j before i, D = diag(w). Decays are sums or products of their own, so that no
-    large sums are subtracted. U carries the decays to the end, but for a gate per channel (`faded` has those).
-    """
-    o_r = tl.arange(0, BR)
-    m_r = o_r < count
-    b_v, b_w = load_values(ring, slot, place, m_r, i_h, o_v, V, R)
-    norm = tl.load(ring.norm.data + slot * ring.norm.slot + i_h // (H // G) * R + place, mask=m_r, other=0.0)
-    # (1) E^T [j, i], and what the state recalls, BC channels at a time
-    b_seen = tl.zeros_like(b_v)
-    b_e = tl.zeros([BR, BR], tl.float32)
-    for from_k in tl.static_range(0, K, BC):
-        o_k = from_k + tl.arange(0, BC)
-        b_s = load_update(planes, slot, i_h, o_v, V, K, b_v.shape[0], BC, FORMAT, from_k)
-        b_k = load_keys(ring, slot, place, m_r, i_h, o_k, H, G, K, R)
-        if CHANNEL:
-            b_g = load_gates(ring, slot, place, m_r, i_h, o_k, K, R)
-            b_k = b_k.to(tl.float32)
-            b_later = tl.where((o_r[None, :] > o_r[:, None])[:, :, None], b_g[None, :, :], 0.0)
-            b_e += tl.sum(b_k[:, None, :] * b_k[None, :, :] * tl.exp(tl.cumsum(b_later, 1)), 2)
-            b_k *= tl.exp(tl.cumsum(b_g, 0))
-        else:
-            b_e += product(b_k, tl.trans(b_k))
-        b_seen += product(b_s, tl.trans(b_k))
-    since, until = norm, norm
-    if not CHANNEL:
-        p_g = ring.g.data + slot * ring.g.slot + i_h * R
-        b_g = tl.load(p_g + place, mask=m_r, other=0.0)
-        b_later = tl.load(p_g + (place + 1) % R, mask=o_r + 1 < count, other=0.0)
-        since *= tl.exp(tl.cumsum(b_g, 0))
-        until *= tl.exp(tl.cumsum(b_later, 0, reverse=True))
-        b_e *= tl.exp(tl.cumsum(tl.where(o_r[None, :] > o_r[:, None], b_g[None, :], 0.0), 1))
-    b_e = tl.where(o_r[None, :] > o_r[:, None], b_e * norm[:, None] * (b_w * norm)[None, :], 0.0)
-    # (2) u_i -= w_i E_ij u_j, from the oldest on
-    b_u = b_w[None, :] * (b_v - since[None, :] * b_seen)
-    j = 0
-    while j < count - 1:
-        b_j = tl.sum(tl.where((o_r == j)[None, :], b_u, 0.0), 1)
-        b_u -= b_j[:, None] * tl.sum(tl.where((o_r == j)[:, None], b_e, 0.0), 0)[None, :]
-        j += 1
-    return b_u * until[None, :]
-
-
-@triton.jit
-def faded(
-    ring, slot, place, count, i_h, o_k, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    CHANNEL: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
-    """Channels o_k of the keys [BR, BC], with a gate per channel decayed to the end, and exp(P_n) - 1."""
-    o_r = tl.arange(0, BR)
-    b_k = load_keys(ring, slot, place, o_r < count, i_h, o_k, H, G, K, R)
-    if CHANNEL:
-        b_g = load_gates(ring, slot, place, o_r < count, i_h, o_k, K, R)
-        b_later = load_gates(ring, slot, (place + 1) % R, o_r + 1 < count, i_h, o_k, K, R)
-        b_k = b_k.to(tl.float32) * tl.exp(tl.cumsum(b_later, 0, reverse=True))
-        grown = expm1(tl.sum(b_g, 0))[None, :]
-    else:
-        b_g = tl.load(ring.g.data + slot * ring.g.slot + i_h * R + place, mask=o_r < count, other=0.0)
-        grown = expm1(tl.sum(b_g, 0))
-    return b_k, grown
-
-
-@triton.jit
-def load_gates(ring, slot, place, m_r, i_h, o_k, K: tl.constexpr, R: tl.constexpr):
-    """Channels o_k of the gates of the records at some places: [BR, BC]."""
-    p_g = ring.g.data + slot * ring.g.slot + (i_h * R + place[:, None]) * K + o_k
-    return tl.load(p_g, mask=m_r[:, None] & (o_k < K), other=0.0)
+def step(b_s, b_k, b_v, b_g, weight):
+    """S = a S + w (v - a S k) k^T for a tile [BV, BK]."""
+    b_s += expm1(b_g) * b_s
+    return b_s + (weight * (b_v - tl.sum(b_s * b_k, 1)))[:, None] * b_k

@@ -7,7 +7,7 @@ record's successor on, so that no large sums are subtracted.
 import triton
 import triton.language as tl
 
-from replayssm.kernels import append, channels, expm1, is_seen, keep, load_keys, load_row, load_values, softplus
+from replayssm.kernels import append, channels, expm1, is_seen, keep, load_row, softplus
 
 
 @triton.jit
@@ -108,24 +108,6 @@ def carry(
 
 
 @triton.jit
-def corrected(
-    planes, ring, slot, place, count, i_h, o_v, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
-    K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, FORMAT: tl.constexpr,
-):  # fmt: skip
-    """u_j = w_j exp(P_n - P_j) v_j of the `count` records at `place` [BR]: [BV, BR]. No state corrects them."""
-    o_r = tl.arange(0, BR)
-    b_v, b_w = load_values(ring, slot, place, o_r < count, i_h, o_v, V, R)
-    p_g = ring.g.data + slot * ring.g.slot + i_h * R
-    b_later = tl.load(p_g + (place + 1) % R, mask=o_r + 1 < count, other=0.0)
-    return b_v * (b_w * tl.exp(tl.cumsum(b_later, 0, reverse=True)))[None, :]
-
-
-@triton.jit
-def faded(
-    ring, slot, place, count, i_h, o_k, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    CHANNEL: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
-    """Channels o_k of the keys [BR, BC], and exp(P_n) - 1."""
-    m_r = tl.arange(0, BR) < count
-    b_g = tl.load(ring.g.data + slot * ring.g.slot + i_h * R + place, mask=m_r, other=0.0)
-    return load_keys(ring, slot, place, m_r, i_h, o_k, H, G, K, R), expm1(tl.sum(b_g, 0))
+def step(b_s, b_k, b_v, b_g, weight):
+    """S = a S + w v k^T for a tile [BV, BK]."""
+    return b_s + expm1(b_g) * b_s + (weight * b_v)[:, None] * b_k
