@@ -629,7 +629,7 @@ def stream(folder: Path, tokens: int = 2000, start: str = "", temperature: float
 
 
 @app.command()
-def write_heldout(out: Path = HERE / "heldout.jsonl", n: int = 200):
+def write_heldout(out: Path = HERE / "heldout.jsonl", n: int = N_ALONE):
     """The first N problems of the `alone` set, one JSON object a line."""
     rows = [
         {"template": p.template, "question": p.question, "prompt": p.prompt, "solution": p.solution, "answer": p.answer}

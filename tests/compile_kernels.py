@@ -1,4 +1,7 @@
-"""Compile every kernel for a GPU that need not be here; report registers and spills: python compile_kernels.py 90."""
+"""Compile every kernel for a GPU that need not be here; report registers and spills: python compile_kernels.py 90.
+
+`python compile_kernels.py cost` reports the machine instructions per element (sm_90) of every format's blocks.
+"""
 
 import re
 import subprocess
@@ -6,18 +9,25 @@ import sys
 import tempfile
 from typing import Any
 
+import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from replayssm import Geometry, kernels, recurrences, ring_kernel
+from replayssm import Geometry, formats, formats_kernel, kernels, recurrences, ring_kernel
+from replayssm.formats_kernel import load_read, load_update, store
 from replayssm.kernels import Field, Inputs, LayerWeights, Pool, Ring
 
-PLANES = {
-    "fp32": ("*fp32", "*fp32"),
-    "split16": ("*bf16", "*i16"),
-    "bf16": ("*bf16", "*bf16"),
-    "fp16": ("*fp16", "*fp16"),
+FORMATS = ("fp32", "split16", "bf16", "fp16")
+SCALED = ("fp8", "fp16+fp4/residual")  # for the first geometry of every recurrence: they take long to compile
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int16: "*i16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
 }
 SHAPES = {
     "mamba2": [(64, 8, 64, 128), (96, 8, 80, 128), (128, 8, 64, 128)],
@@ -41,7 +51,8 @@ def resources(kernel: Any, types: dict[str, Any], constants: dict[str, Any], war
         if isinstance(value, tuple):
             at = kernel.arg_names.index(name)
             nones += [(at, i) for i, part in enumerate(value) if part is None]
-            signature[name] = type(value)(*("constexpr" if part is None else part for part in value))
+            given = ["constexpr" if part is None else part for part in value]
+            signature[name] = type(value)(*given) if hasattr(value, "_fields") else tuple(given)
         elif value is None:
             signature[name] = "constexpr"
     signature = {name: signature[name] for name in kernel.arg_names}
@@ -84,8 +95,9 @@ def jobs(
     step = {"ring": RING, "table": "*i32", "ready": Pool("*i32", "i32"), "t": "*fp32", "c": "*fp32"}
     outputs = {"y": "*bf16", "skip": None if delta else Field("*fp32", "i32", "i32"), "gate": None}
     found = []
-    for fmt, (high, low) in PLANES.items():
-        planes = {"high": Pool(high, "i32"), "low": Pool(low, "i32")}
+    for fmt in FORMATS + (SCALED if size == SHAPES[name][0] else ()):
+        pools = tuple(Pool(POINTERS[plane.dtype], "i32") for plane in formats.get(fmt).planes)
+        planes = {"planes": pools, "key": "*i64"}
         folding = sizes | {"FORMAT": fmt, "DELTA": delta, "STEP": module.step}
         for rows in ROWS:
             chosen = kernels.launch(recurrence, Geometry(*size), fmt, rows)
@@ -102,19 +114,67 @@ def jobs(
                 constants = carrying | reading | folding | {"BF": chosen.fold_v}
                 found.append((f"decode {fmt}", kernels.decode_kernel, types | inputs, constants, chosen.read_warps))
             else:
-                constants = reading | apart | {"BW": chosen.flush_v}
+                constants = reading | apart | {"BW": chosen.flush_v, "FORMAT": fmt}
                 found.append((f"read {fmt}", kernels.read_kernel, types, constants, chosen.read_warps))
                 constants = apart | folding | {"BV": chosen.flush_v}
                 found.append(
                     (f"flush {fmt}", kernels.flush_kernel, types | {"B": "i32"}, constants, chosen.flush_warps)
                 )
-        into = planes | {"out_high": Pool(high, "i32"), "out_low": Pool(low, "i32"), "ring": RING}
-        into |= dict.fromkeys(("slots", "start", "counts"), "*i64")
+        into = planes | {"into": pools, "ring": RING}
+        into |= dict.fromkeys(("slots", "start", "counts", "flushes"), "*i64")
         folding |= {"BV": 16, "OUT": fmt, "IN_PLACE": True}
-        found.append((f"fold {fmt}", kernels.fold_kernel, into, folding, 2))
+        found.append((f"fold {fmt}", kernels.fold_kernel, into, folding, 8 if fmt in SCALED else 2))
     carrying |= {"PDL": PDL, "BJ": chosen.carry_heads, "BC": triton.next_power_of_2(chosen.carry_heads * V)}
     found.append(("carry", kernels.carry_kernel, inputs | step | {"B": "i32"}, carrying, chosen.carry_warps))
     return found
+
+
+@triton.jit
+def read_block(planes, t, y, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, FORMAT: tl.constexpr):
+    """S0 t for BV rows."""
+    slot, o_v = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
+    tile, scale = load_read(planes, slot, 0, o_v, V, K, BV, K, FORMAT)
+    tl.store(y + slot * V + o_v, tl.sum(tile * tl.load(t + slot * K + tl.arange(0, K)), 1) * scale)
+
+
+@triton.jit
+def flush_block(planes, key, flushes, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, FORMAT: tl.constexpr):
+    """A flush of nothing: BV rows decoded and encoded again."""
+    slot, o_v = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
+    tile = load_update(planes, slot, 0, o_v, V, K, BV, K, FORMAT)
+    store(planes, slot, 0, o_v, tile, key, slot, tl.load(flushes + slot), V, K, BV, K, FORMAT)
+
+
+def instructions(kernel: Any, fmt: str, BV: int) -> int:
+    """Machine instructions of a block's kernel for tiles [BV, 128], one warp, sm_90."""
+    pools = tuple(Pool(POINTERS[plane.dtype], "i32") for plane in formats.get(fmt).planes)
+    types = {"planes": pools, "t": "*fp32", "y": "*fp32", "key": "*i64", "flushes": "*i64"}
+    constants = {"V": 64, "K": 128, "BV": BV, "FORMAT": fmt}
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    known = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    aligned = {(0, i, j): [["tt.divisibility", 16]] for i in range(len(pools)) for j in (0, 1)}
+    aligned |= {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in ("t", "y")}
+    made = triton.compile(
+        ASTSource(kernel, signature, known, aligned), target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return len(re.findall(r"/\*[0-9a-f]{4,}\*/ +(?!NOP|@P0 NOP)", listing))
+
+
+def costs() -> None:
+    """Instructions per element and thread: what 8 more rows of a tile add. One is the product with the query."""
+    formats_kernel.NVIDIA = tl.constexpr(True)
+    print("format                    read  flush")
+    for fmt in ("fp32", "split16", "bf16", "fp16", "fp8", "int8", "fp4", "mxfp4", "fp16+fp4", "fp16+fp4/residual"):
+        per = 8 * 128 / 32
+        read, flush = (
+            (instructions(kernel, fmt, 16) - instructions(kernel, fmt, 8)) / per for kernel in (read_block, flush_block)
+        )
+        print(f"{fmt:24s} {read:5.1f}  {flush:5.1f}", flush=True)
 
 
 def main(arch: str) -> None:
@@ -138,4 +198,4 @@ def main(arch: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    costs() if sys.argv[1] == "cost" else main(sys.argv[1])

@@ -193,7 +193,7 @@ def test_wrong_states_are_refused(cache: ReplayCache) -> None:
     "changes, sentence",
     [
         ({"recurrence": "mamba3"}, r"unknown recurrence 'mamba3': choose one of gdn, kda, mamba2\."),
-        ({"format": "fp4"}, r"unknown format 'fp4': choose one of .*split16"),
+        ({"format": "fp5"}, r"unknown format 'fp5': choose one of .*split16"),
         ({"implementation": "cuda"}, r"unknown implementation 'cuda': choose one of reference, torch, triton\."),
         ({"geometry": Geometry(5, 2, 4, 4)}, r"multiple of G key groups; got H = 5, G = 2"),
         ({"window": 0}, r"window must be a whole number, 1 or more; got 0"),

@@ -98,7 +98,7 @@ def test_operators_are_what_they_say(generator: torch.Generator) -> None:
     q, k = (torch.randn(2, 1, 2, 8, generator=generator).to(DEVICE) for _ in range(2))
     v = torch.randn(2, 1, 4, 6, generator=generator).to(DEVICE)
     g, w = -torch.rand(2, 1, 4, generator=generator).to(DEVICE), torch.rand(2, 1, 4, generator=generator).to(DEVICE)
-    state = (list(layer.checkpoint), list(layer.ring), layer.conv, layer.ready, step.table, None, None)
+    state = (list(layer.checkpoint), list(layer.ring), layer.conv, layer.ready, layer.key, step.table, None, None)
     arguments = ("gdn", "fp32", list(cache.geometry), 2, *state, q, k, v, g, w)
     torch.library.opcheck(ops.decode.default, arguments, test_utils=tests)
     weights = make_weights(cache, generator)

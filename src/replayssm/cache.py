@@ -7,13 +7,14 @@ One cache serves all recurrent layers of a model. Tensors are per layer, cursors
 """
 
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from replayssm import checks, formats, implementations, recurrences, ring
+from replayssm.formats import Format
 from replayssm.implementations import AnyStep
 from replayssm.recurrences import Geometry, batched
 from replayssm.ring import PAD_SLOT, Cursors, DeviceStep, LayerState, Records, Step
@@ -57,10 +58,11 @@ class ReplayCache:
         slots: S, requests that fit.
         window: committed records that may wait before a flush, 1 or more.
         max_tokens: T, most tokens per row and step (1 + drafts); the ring has R = window + T places.
-        format: storage of the checkpoint, a name of replayssm.formats.
+        format: storage of the checkpoint, a name of replayssm.formats; or one by layer, {"default": name, layer: name}.
         dtype: of k, v and convolution inputs, the model's activations. Never changes the state's precision.
         conv: the convolution in front, or None where there is none.
         staggered: spread the first flush of neighbouring slots over a window.
+        seed: of formats that round stochastically; the same seed and the same calls give the same bits.
         device: where everything lives.
         implementation: "reference", "torch" or "triton"; None takes the fast one for the device.
 
@@ -76,21 +78,24 @@ class ReplayCache:
         slots: int,
         window: int = 16,
         max_tokens: int = 1,
-        format: str = "fp32",
+        format: str | Mapping[Any, str] = "fp32",
         dtype: torch.dtype = torch.float32,
         conv: ConvGeometry | None = None,
         staggered: bool = True,
+        seed: int = 0,
         device: torch.device | str = "cpu",
         implementation: str | None = None,
     ) -> None:
         self.recurrence = recurrences.get(recurrence)
-        self.format = formats.get(format)
         self.geometry = Geometry(*geometry)
         self.window, self.max_tokens, self.dtype, self.conv = window, max_tokens, dtype, conv
         self.staggered = staggered
         self.device = torch.empty(0, device=device).device  # "cuda" becomes cuda:0, as tensors name it
-        self.implementation = implementations.choose(implementation, self.device, self.format)
         self._check_sizes(layers, slots)
+        self.format, self.formats = formats.by_layer(format, layers)  # the default, and every layer's
+        for fmt in set(self.formats):
+            formats.check_dims("ReplayCache", fmt, self.geometry.K)
+            self.implementation = implementations.choose(implementation, self.device, fmt)
         self.sizes = ring.Sizes(
             ring=window + max_tokens,
             conv=conv.width - 1 + max_tokens if conv else 0,
@@ -98,7 +103,7 @@ class ReplayCache:
             most_reach=max_tokens if conv else window + max_tokens,
         )
         self.num_slots = slots
-        self.layers = [self._new_layer(slots) for _ in range(layers)]
+        self.layers = [self._new_layer(slots, fmt, formats.layer_key(seed, i)) for i, fmt in enumerate(self.formats)]
         self.cursor_tensor = torch.zeros(len(Cursors._fields), slots, dtype=torch.int64, device=self.device)
         self.cursors = Cursors(*self.cursor_tensor)
         self.clock = torch.zeros(1, dtype=torch.int32, device=self.device)  # steps begun on a device
@@ -125,7 +130,7 @@ class ReplayCache:
                 f"{self.recurrence.conv_channels(self.geometry)} channels; got {tuple(self.conv)}."
             )
 
-    def _new_layer(self, slots: int) -> LayerState:
+    def _new_layer(self, slots: int, fmt: Format, key: tuple[int, int]) -> LayerState:
         (H, G, V, K), R, delta = self.geometry, self.sizes.ring, self.recurrence.delta
         products = R if delta and self.implementation.needs_back else 0
         E, wide = self.recurrence.gate_dim(self.geometry), self.format.compute
@@ -136,7 +141,7 @@ class ReplayCache:
             return torch.empty(slots, *shape, dtype=dtype, device=self.device)
 
         return LayerState(
-            checkpoint=tuple(empty(H, V, K, dtype=plane) for plane in self.format.planes),
+            checkpoint=fmt.empty(slots, H, V, K=K, device=self.device),
             ring=Records(
                 k=empty(G, R, K, dtype=self.dtype),
                 v=empty(H, R, V, dtype=self.dtype),
@@ -147,6 +152,8 @@ class ReplayCache:
             ),
             conv=empty(self.sizes.conv, self.conv.channels if self.conv else 0, dtype=self.dtype),
             ready=torch.zeros(slots, flags, dtype=torch.int32, device=self.device),
+            key=torch.tensor(key, device=self.device),
+            format=fmt,
         )
 
     # ---- slots ----
@@ -207,6 +214,10 @@ class ReplayCache:
         Args:
             state: [n, H, V, K], any floating dtype (fp32 is what a state should have).
             window: [n, C, W - 1] raw convolution inputs, oldest first; None where there is no convolution.
+
+        Raises:
+            ValueError: a shape that is not the cache's; on a CPU also a state that is not finite (a GPU would have to
+                wait to see it; there it stays in its own slot). Nothing changes.
         """
         where = f"{self.recurrence.name}.load"
         slots = checks.slots(where, slots, self.num_slots, self.device)
@@ -222,9 +233,16 @@ class ReplayCache:
         if self.conv and window is not None:
             C, W = self.conv
             checks.tensor(where, "window", window, "[n, C, W - 1]", (len(slots), C, W - 1), None, self.device)
+        if self.device.type == "cpu" and not bool(state.isfinite().all()):
+            bad = slots[~state.isfinite().flatten(1).all(1)].tolist()
+            raise ValueError(
+                f"{where}: the state must be finite; that for slots {bad} is not. Look for what made it so (an "
+                "overflow in a 16-bit prefill, a NaN among the inputs); other slots can be loaded."
+            )
         for pool in (*into.ring, into.conv):
             pool[slots] = 0
-        for plane, value in zip(into.checkpoint, self.format.encode(state.to(self.format.compute)), strict=True):
+        keys = formats.noise_keys(into.key, slots, torch.zeros_like(slots))
+        for plane, value in zip(into.checkpoint, into.format.encode(state.to(self.format.compute), keys), strict=True):
             plane[slots] = value
         if window is not None:
             # conv_end is 0: the newest input lies at the ring's last place.
@@ -321,7 +339,7 @@ class ReplayCache:
         P, T, R = path.shape[1], step.tokens, self.sizes.ring
         if isinstance(step, DeviceStep):
             living = (step.table[0] >= 0).nonzero().squeeze(1)
-            slots, start, committed, _, _, conv_end = step.table[:, living].to(torch.int64)
+            slots, start, committed, _, _, conv_end, _ = step.table[:, living].to(torch.int64)
             nodes = path[living].clamp(max=T - 1)
         else:
             slots, start, committed, conv_end = step.slots, step.start, step.committed, step.conv_end
@@ -364,7 +382,7 @@ class ReplayCache:
         for layer in self.layers:
             for block in self._blocks(len(slots)):
                 rows = slots[block], cursors.ring_start[block], cursors.num_committed[block]
-                self.implementation.flush(self.recurrence, self.format, layer, *rows)
+                self.implementation.flush(self.recurrence, layer.format, layer, *rows, cursors.flushes[block] + 1)
         self.cursors.put(slots, ring.flush(cursors, self.sizes))
 
     def trim(self, slots: Tensor, n: Tensor | Sequence[int] | int) -> None:
@@ -404,7 +422,7 @@ class ReplayCache:
         out = torch.empty(len(slots), H, V, K, dtype=self.format.compute, device=self.device)
         for block in self._blocks(len(slots)):
             rows = slots[block], cursors.ring_start[block], n[block]
-            out[block] = self.implementation.fold(self.recurrence, self.format, state, *rows)
+            out[block] = self.implementation.fold(self.recurrence, state.format, state, *rows)
         return out
 
     def conv_window(self, layer: int, slots: Tensor) -> Tensor:
@@ -496,18 +514,23 @@ class ReplayCache:
         """
         H, _, V, K = self.geometry
         elements = H * V * K
-        one = self._new_layer(1).ring
+        one = self._new_layer(1, self.formats[0], (0, 0)).ring
         per_record = sum(pool.numel() * pool.element_size() for pool in one) / self.sizes.ring
         fill = (self.window + 1) / 2  # records that a token sees, itself included, mean over a window
         back = one.back.numel() * one.back.element_size() / self.sizes.ring * (1 - fill / self.sizes.ring)
         inputs = (self.conv.channels if self.conv else 0) * self.dtype.itemsize
-        stored = elements * self.format.stored_bytes
-        read = elements * self.format.read_bytes + fill * (per_record - back)
-        # a kernel that has just read a checkpoint for its tokens folds what it holds
-        again = stored - elements * self.format.read_bytes if self.implementation.on_device else stored
-        read += (again + self.window * per_record) / self.window + inputs * (self.conv.width - 1 if self.conv else 0)
-        written = per_record + stored / self.window + inputs
-        return Traffic(read * len(self.layers), written * len(self.layers))
+        read = len(self.layers) * (
+            fill * (per_record - back) + per_record + inputs * (self.conv.width - 1 if self.conv else 0)
+        )
+        written = len(self.layers) * (per_record + inputs)
+        for fmt in self.formats:
+            stored, per_token = elements * fmt.stored_bytes(K), elements * fmt.read_bytes(K)
+            again = elements * fmt.update_bytes(K)
+            if self.implementation.on_device and not fmt.reads_apart:
+                again -= per_token  # a kernel that has just read a checkpoint for its tokens folds what it holds
+            read += per_token + again / self.window
+            written += stored / self.window
+        return Traffic(read, written)
 
     # ---- inside ----
 

@@ -24,6 +24,7 @@ except ImportError as error:
 
 import torch
 
+from replayssm import evaluate_cli
 from replayssm.compare import (
     Comparison,
     Problem,
@@ -36,6 +37,7 @@ from replayssm.compare import (
     write_json,
     write_plot,
 )
+from replayssm.evaluate import read_format
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split("\n")[0]
@@ -128,7 +130,7 @@ def generate(
     model: ModelOption = None,
     file: Annotated[Path | None, typer.Option("--file", help="Read the prompt from this file.")] = None,
     replay: Annotated[bool, typer.Option("--replay/--host-cache", help="Replayed cache, or the host's own.")] = True,
-    format: Annotated[str, typer.Option(help="Storage format of the checkpoint.")] = "fp32",
+    format: Annotated[str, typer.Option(help="Storage format of the checkpoint, or a file of calibrate.")] = "fp32",
     window: WindowOption = 16,
     max_new_tokens: NewTokensOption = 256,
     stop: Annotated[str | None, typer.Option(help=r"End where this text was written; \n is a new line.")] = None,
@@ -146,7 +148,7 @@ def generate(
         if replay:
             from replayssm.integrations.transformers import enable
 
-            enable(host.model, window=window, format=format)
+            enable(host.model, window=window, format=read_format(format))
     from transformers import TextStreamer
 
     torch.manual_seed(seed)
@@ -335,6 +337,12 @@ def _legend(window: int, new_tokens: int) -> Text:
         style="dim",
     )
 
+
+# --- eval, calibrate, report ------------------------------------------------------------------------------------------
+
+app.command("eval")(evaluate_cli.eval_command)
+app.command("calibrate")(evaluate_cli.calibrate_command)
+app.command("report")(evaluate_cli.report_command)
 
 if __name__ == "__main__":
     app()

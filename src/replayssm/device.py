@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from replayssm import kernels, recurrences, ring_kernel
+from replayssm import formats, kernels, recurrences, ring_kernel
 from replayssm.formats import Format
 from replayssm.recurrences import Geometry, Recurrence
 from replayssm.ring import DeviceStep, LayerState, Records, Sizes
@@ -42,7 +42,7 @@ class Device(NamedTuple):
 
     def decode(self, cache: Any, layer: LayerState, step: DeviceStep, inputs: Any) -> Tensor:
         """Two launches."""
-        return torch.ops.replayssm.decode(*_names(cache), *_tensors(layer, step), *inputs)
+        return torch.ops.replayssm.decode(*_names(cache, layer), *_tensors(layer, step), *inputs)
 
     def decode_layer(
         self, cache: Any, layer: LayerState, step: DeviceStep, inputs: Any, weights: Any, gate: Tensor | None
@@ -50,7 +50,7 @@ class Device(NamedTuple):
         """Two launches."""
         conv_weight, conv_bias, A_log, dt_bias, scale, low, high = recurrences.constants(weights)
         return torch.ops.replayssm.decode_layer(
-            *_names(cache), *_tensors(layer, step), *inputs, conv_weight, conv_bias, A_log, dt_bias,
+            *_names(cache, layer), *_tensors(layer, step), *inputs, conv_weight, conv_bias, A_log, dt_bias,
             getattr(weights, "D", None), gate, scale, low, high,
         )  # fmt: skip
 
@@ -61,18 +61,26 @@ class Device(NamedTuple):
         return kernels.fold(recurrence, fmt, layer, slots, start, counts)
 
     def flush(
-        self, recurrence: Recurrence, fmt: Format, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor
+        self,
+        recurrence: Recurrence,
+        fmt: Format,
+        layer: LayerState,
+        slots: Tensor,
+        start: Tensor,
+        counts: Tensor,
+        flushes: Tensor,
     ) -> None:
         """One launch."""
-        kernels.flush(recurrence, fmt, layer, slots, start, counts)
+        kernels.flush(recurrence, fmt, layer, slots, start, counts, flushes)
 
 
-def _names(cache: Any) -> tuple[str, str, list[int], int]:
-    return cache.recurrence.name, cache.format.name, list(cache.geometry), cache.window
+def _names(cache: Any, layer: LayerState) -> tuple[str, str, list[int], int]:
+    return cache.recurrence.name, layer.format.name, list(cache.geometry), cache.window
 
 
 def _tensors(layer: LayerState, step: DeviceStep) -> tuple[Any, ...]:
-    return list(layer.checkpoint), list(layer.ring), layer.conv, layer.ready, step.table, step.parent, step.kin
+    state = list(layer.checkpoint), list(layer.ring), layer.conv, layer.ready, layer.key
+    return *state, step.table, step.parent, step.kin
 
 
 # ---- operators ----
@@ -83,7 +91,7 @@ def begin(
     cursors: Tensor, clock: Tensor, given: Tensor, lengths: Tensor | None, tokens: int, ring: int, conv: int,
     window: int, reach: int,
 ) -> Tensor:  # fmt: skip
-    """DeviceStep.table [8, rows] for slots `given`; see ring_kernel.begin_kernel."""
+    """DeviceStep.table [9, rows] for slots `given`; see ring_kernel.begin_kernel."""
     return ring_kernel.begin(cursors, clock, Sizes(ring, conv, window, reach), given, lengths, tokens)
 
 
@@ -92,7 +100,7 @@ def _(
     cursors: Tensor, clock: Tensor, given: Tensor, lengths: Tensor | None, tokens: int, ring: int, conv: int,
     window: int, reach: int,
 ) -> Tensor:  # fmt: skip
-    return given.new_empty(8, given.shape[0], dtype=torch.int32)
+    return given.new_empty(9, given.shape[0], dtype=torch.int32)
 
 
 @torch.library.custom_op("replayssm::commit", mutates_args=("cursors",))
@@ -122,18 +130,17 @@ def _(pool: Tensor, table: Tensor, parent: Tensor | None, x: Tensor, weight: Ten
 @torch.library.custom_op("replayssm::decode", mutates_args=("planes", "records", "ready"))
 def decode(
     recurrence: str, format: str, geometry: list[int], window: int,
-    planes: list[Tensor], records: list[Tensor], conv: Tensor, ready: Tensor, table: Tensor,
+    planes: list[Tensor], records: list[Tensor], conv: Tensor, ready: Tensor, key: Tensor, table: Tensor,
     parent: Tensor | None, kin: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, w: Tensor,
 ) -> Tensor:  # fmt: skip
     """y [B, T, H, V] from inputs that are ready; see api.decode."""
     step = DeviceStep(v.shape[0], v.shape[1], table, parent, kin)
-    layer = LayerState(tuple(planes), Records(*records), conv, ready)
+    layer = LayerState(tuple(planes), Records(*records), conv, ready, key, formats.get(format))
     inputs = kernels.Inputs(*map(kernels.field, (q, k, v, g, w)))
     return kernels.decode(
         recurrences.get(recurrence),
         Geometry(*geometry),
-        format,
         window,
         layer,
         step,
@@ -148,7 +155,7 @@ def decode(
 @decode.register_fake
 def _(
     recurrence: str, format: str, geometry: list[int], window: int,
-    planes: list[Tensor], records: list[Tensor], conv: Tensor, ready: Tensor, table: Tensor,
+    planes: list[Tensor], records: list[Tensor], conv: Tensor, ready: Tensor, key: Tensor, table: Tensor,
     parent: Tensor | None, kin: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, w: Tensor,
 ) -> Tensor:  # fmt: skip
@@ -158,7 +165,7 @@ def _(
 @torch.library.custom_op("replayssm::decode_layer", mutates_args=("planes", "records", "conv", "ready"))
 def decode_layer(
     recurrence: str, format: str, geometry: list[int], window: int,
-    planes: list[Tensor], records: list[Tensor], conv: Tensor, ready: Tensor, table: Tensor,
+    planes: list[Tensor], records: list[Tensor], conv: Tensor, ready: Tensor, key: Tensor, table: Tensor,
     parent: Tensor | None, kin: Tensor | None,
     x: Tensor, raw_g: Tensor | None, raw_w: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, A_log: Tensor,
     dt_bias: Tensor | None, D: Tensor | None, gate: Tensor | None, scale: float, low: float | None, high: float | None,
@@ -166,19 +173,19 @@ def decode_layer(
     """y [B, T, H, V] from raw projections; see api.decode_layer."""
     shape, found = Geometry(*geometry), recurrences.get(recurrence)
     step = DeviceStep(x.shape[0], x.shape[1], table, parent, kin)
-    layer = LayerState(tuple(planes), Records(*records), conv, ready)
+    layer = LayerState(tuple(planes), Records(*records), conv, ready, key, formats.get(format))
     q, k, v = (kernels.field(part) for part in found.split_flat(x if x.stride(-1) == 1 else x.contiguous(), shape))
     inputs = kernels.Inputs(q, k, v, None if raw_g is None else kernels.field(raw_g), kernels.field(raw_w))
     weights = kernels.LayerWeights(
         conv_weight, conv_weight.stride(0), conv_weight.stride(1), conv_bias, A_log, dt_bias, scale, low, high
     )
-    return kernels.decode(found, shape, format, window, layer, step, inputs, weights, D, gate, x.dtype)
+    return kernels.decode(found, shape, window, layer, step, inputs, weights, D, gate, x.dtype)
 
 
 @decode_layer.register_fake
 def _(
     recurrence: str, format: str, geometry: list[int], window: int,
-    planes: list[Tensor], records: list[Tensor], conv: Tensor, ready: Tensor, table: Tensor,
+    planes: list[Tensor], records: list[Tensor], conv: Tensor, ready: Tensor, key: Tensor, table: Tensor,
     parent: Tensor | None, kin: Tensor | None,
     x: Tensor, raw_g: Tensor | None, raw_w: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, A_log: Tensor,
     dt_bias: Tensor | None, D: Tensor | None, gate: Tensor | None, scale: float, low: float | None, high: float | None,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from replayssm import checks, conv, read, ring
-from replayssm.formats import Format
+from replayssm.formats import Format, noise_keys
 from replayssm.recurrences import Recurrence, batched, inverse_norm, silu_, walked
 from replayssm.ring import PAD_SLOT, DeviceStep, LayerState, Step
 
@@ -80,9 +80,16 @@ class Implementation(Protocol):
         """States [n, H, V, K] after the first `counts` records."""
 
     def flush(
-        self, recurrence: Recurrence, fmt: Format, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor
+        self,
+        recurrence: Recurrence,
+        fmt: Format,
+        layer: LayerState,
+        slots: Tensor,
+        start: Tensor,
+        counts: Tensor,
+        flushes: Tensor,
     ) -> None:
-        """The folded states replace the checkpoints."""
+        """The folded states replace the checkpoints, as flush number `flushes` [n] of every slot."""
 
 
 class Hosted(NamedTuple):
@@ -130,7 +137,7 @@ class Hosted(NamedTuple):
 
     def decode(self, cache: Any, layer: LayerState, step: Step, inputs: Ready) -> Tensor:
         """Norms, append, carry, read."""
-        recurrence, fmt = cache.recurrence, cache.format
+        recurrence, fmt = cache.recurrence, layer.format
         if not len(step.slots):
             return torch.zeros_like(inputs.v)
         q, k, v, g, w = (step.select(x) for x in inputs)
@@ -161,11 +168,19 @@ class Hosted(NamedTuple):
         return y if gate is None else (y * silu_(gate.to(wide, copy=True))).to(y.dtype)
 
     def flush(
-        self, recurrence: Recurrence, fmt: Format, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor
+        self,
+        recurrence: Recurrence,
+        fmt: Format,
+        layer: LayerState,
+        slots: Tensor,
+        start: Tensor,
+        counts: Tensor,
+        flushes: Tensor,
     ) -> None:
         """Fold, encode, put."""
         state = self.fold(recurrence, fmt, layer, slots, start, counts)
-        for plane, value in zip(layer.checkpoint, fmt.encode(state), strict=True):
+        planes = fmt.encode(state, noise_keys(layer.key, slots, flushes))
+        for plane, value in zip(layer.checkpoint, planes, strict=True):
             plane[slots] = value
 
 

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from replayssm.formats_kernel import load_read, load_update, needs_whole_rows, store
 from replayssm.ring import DeviceStep, LayerState, folds_beside
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -84,45 +85,6 @@ class LayerWeights(NamedTuple):
     scale: float | None = None
     low: float | None = None
     high: float | None = None
-
-
-# ---- formats ----
-
-
-@triton.jit
-def load_read(high, mask):
-    """A tile of the checkpoint as tokens read it, fp32: in every format here the first plane."""
-    return tl.load(high, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-
-
-@triton.jit
-def load_update(high, low, mask, FORMAT: tl.constexpr):
-    """A tile of the checkpoint as a flush starts from it, fp32."""
-    if FORMAT == "split16":
-        upper = tl.load(high, mask=mask, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) << 16
-        return (upper + tl.load(low, mask=mask, other=0).to(tl.int32)).to(tl.float32, bitcast=True)
-    return tl.load(high, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_planes(high, low, state, mask, FORMAT: tl.constexpr):
-    """Encode a tile, fp32, and store its planes: the twin of the format's `encode`."""
-    if FORMAT == "split16":
-        bits = tl.where(state == state, state.to(tl.int32, bitcast=True), 0x7FC00000)
-        upper = (bits + 0x8000) >> 16
-        tl.store(high, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
-        tl.store(low, (bits - (upper << 16)).to(tl.int16), mask=mask)
-    elif FORMAT == "fp16":
-        kept = tl.where(state == state, tl.minimum(tl.maximum(state, -65504.0), 65504.0), state)
-        tl.store(high, kept.to(tl.float16), mask=mask)
-    elif FORMAT == "bf16":
-        # to nearest even by hand: the interpreter truncates
-        bits = state.to(tl.int32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        rounded = tl.where(state == state, rounded, 0x7FC0)
-        tl.store(high, rounded.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
-    else:
-        tl.store(high, state, mask=mask)
 
 
 # ---- arithmetic ----
@@ -263,7 +225,7 @@ def carry_kernel(
     | inputs     | Inputs         |        | in     | what the step brings                                     |
     | ring       | Ring           |        | in/out | records; the step's own are written                      |
     | weights    | LayerWeights   |        | in     | of convolution and gates                                 |
-    | table      | [8, B]         | int32  | in     | DeviceStep.table                                         |
+    | table      | [9, B]         | int32  | in     | DeviceStep.table                                         |
     | ready      | [S, H + n]     | int32  | out    | the step's number, once t, c, v of a head are in memory  |
     | parent     | [B, T]         | int32  | in     | of a tree, else None; kin [B, T, T] likewise             |
     | t          | [B, N, T, K]   | fp32   | out    | carried queries of N = G or H heads                      |
@@ -293,11 +255,11 @@ def carry_kernel(
 
 @triton.jit
 def read_tile(
-    b_s, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B,
+    b_s, scale, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """y = (c_0 S0 t + sum_j c_j v_j + D v) silu(z) for the tile b_s [BV, BK] of row i_b, head i_h, part i_v of V.
+    """y = (c_0 S0 t + sum_j c_j v_j + D v) silu(z) for row i_b, head i_h, part i_v of V: S0 = b_s [BV, BK] times scale.
 
     | Name      | Shape          | Dtype  | Dir | Meaning                                           |
     | ring      | Ring           |        | in  | records                                           |
@@ -321,7 +283,8 @@ def read_tile(
         p_c = c + ((row * H + i_h) * T + i) * (1 + R)
         b_c = tl.load(p_c + 1 + o_p, mask=m_p, other=0.0)
         c_own = tl.load(p_c + 1 + before + o_t, mask=m_t & (o_t <= i), other=0.0)
-        b_y = tl.load(p_c) * tl.sum(b_s * b_t, 1) + tl.sum(b_c[:, None] * b_v, 0) + tl.sum(c_own[:, None] * b_own, 0)
+        b_y = tl.load(p_c) * (tl.sum(b_s * b_t, 1) * scale)
+        b_y += tl.sum(b_c[:, None] * b_v, 0) + tl.sum(c_own[:, None] * b_own, 0)
         # (2) skip and output gate
         if skip is not None:
             b_d = tl.load(skip.data + i_h * skip.row + o_v * skip.token, mask=m_v, other=0.0).to(tl.float32)
@@ -341,19 +304,6 @@ def zero_tile(y, row, i_h, i_v, T: tl.constexpr, H: tl.constexpr, V: tl.constexp
     for i in range(T):
         p_y = y + ((row * T + i) * H + i_h) * V + o_v
         tl.store(p_y, tl.zeros([BV], tl.float32).to(y.dtype.element_ty), mask=o_v < V)
-
-
-@triton.jit
-def tile(i_h, o_v, o_k, V: tl.constexpr, K: tl.constexpr):
-    """Where rows o_v and channels o_k of one head's state lie in a slot, and which of them are there: [BV, BK] both."""
-    return (i_h * V + o_v[:, None]) * K + o_k, (o_v < V)[:, None] & (o_k < K)
-
-
-@triton.jit
-def load_tile(high, slot, i_h, i_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr):
-    """Part i_v of one head's checkpoint, as tokens read it: [BV, BK]."""
-    at, mask = tile(i_h, i_v * BV + tl.arange(0, BV), tl.arange(0, BK), V, K)
-    return load_read(high.data + slot * high.slot + at, mask)
 
 
 @triton.jit
@@ -403,23 +353,23 @@ def fold_tile(
 
 @triton.jit
 def flush_tile(
-    high, low, ring, table, folds, i_b, i_h, i_v, B,
+    planes, key, ring, table, folds, i_b, i_h, i_v, B,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
     BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Fold the `folds` records in front of row i_b's ring_start into part i_v of head i_h, in place."""
     slot, first, _, _, _, _ = load_row(table, i_b, B)
     o_v = i_v * BV + tl.arange(0, BV)
-    at, mask = tile(i_h, o_v, tl.arange(0, BK), V, K)
-    p_high, p_low = high.data + slot * high.slot + at, low.data + slot * low.slot + at
-    b_s = load_update(p_high, p_low, mask, FORMAT)
+    b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BK, FORMAT)
     b_s = fold_tile(b_s, ring, slot, (first + R - folds) % R, folds, i_h, o_v, H, G, V, K, R, CHANNEL, BK, DELTA, STEP)
-    store_planes(p_high, p_low, b_s, mask, FORMAT)
+    if needs_whole_rows(FORMAT):
+        tl.debug_barrier()  # all threads have loaded what is written over
+    store(planes, slot, i_h, o_v, b_s, key, slot, tl.load(table + 8 * B + i_b), V, K, BV, BK, FORMAT)
 
 
 @triton.jit
 def flush_kernel(
-    high, low, ring, table, ready, B,
+    planes, key, ring, table, ready, B,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
     BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, STEP: tl.constexpr,
     PDL: tl.constexpr,
@@ -435,7 +385,7 @@ def flush_kernel(
         i_h, i_v = i // parts % H, i % parts
         folds = tl.load(table + 4 * B + i_b)
         flush_tile(
-            high, low, ring, table, folds, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BV, BK, DELTA, FORMAT, STEP
+            planes, key, ring, table, folds, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BV, BK, DELTA, FORMAT, STEP
         )  # fmt: skip
         publish(ready, table, i_b, H + i_h * parts + i_v, B)
         i += tl.num_programs(0)
@@ -445,14 +395,14 @@ def flush_kernel(
 
 @triton.jit
 def read_kernel(
-    high, ring, table, ready, t, c, y, skip, gate,
+    planes, ring, table, ready, t, c, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
-    BW: tl.constexpr, PDL: tl.constexpr,
+    BW: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """read_tile for every tile, head and row: grid (V / BV, H, B).
 
-    high [S, H, V, K] is the plane that tokens read, as a Pool. Bytes: V K read_bytes + (committed + T) V itemsize per
+    planes: those of the format, as Pools. Bytes: V K read_bytes + (committed + T) V itemsize per
     row and head, and t, c, y. The checkpoint is on its way before the carry is awaited. A row that is due is awaited
     first, where (BW) it was flushed beside.
     """
@@ -467,10 +417,11 @@ def read_kernel(
                 for i_w in range((BV + BW - 1) // BW):
                     part = tl.minimum(i_v * BV // BW + i_w, parts - 1)
                     await_number(ready, table, i_b, H + i_h * parts + part, B)
-        b_s = load_tile(high, slot, i_h, i_v, V, K, BV, BK)
+        b_s, scale = load_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BV, BK, FORMAT)
         read_tile(
-            b_s, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP, BT, BV, BK, BJ
-        )
+            b_s, scale, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP, BT, BV, BK,
+            BJ,
+        )  # fmt: skip
     if PDL:
         if (i_b == B - 1) & (i_h == H - 1) & (i_v == tl.num_programs(0) - 1):
             gdc_wait()
@@ -478,7 +429,7 @@ def read_kernel(
 
 @triton.jit
 def decode_kernel(
-    high, low, inputs, ring, weights, table, parent, kin, t, c, y, skip, gate,
+    planes, key, inputs, ring, weights, table, parent, kin, t, c, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     BF: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr,
@@ -500,22 +451,24 @@ def decode_kernel(
                 for i_f in range(BV // BF):
                     i_w = i_v * (BV // BF) + i_f
                     flush_tile(
-                        high, low, ring, table, folds, i_b, i_h, i_w, B, H, G, V, K, R, CHANNEL, BF, BK, DELTA, FORMAT,
-                        STEP,
+                        planes, key, ring, table, folds, i_b, i_h, i_w, B, H, G, V, K, R, CHANNEL, BF, BK, DELTA,
+                        FORMAT, STEP,
                     )  # fmt: skip
                 tl.debug_barrier()  # for other threads of this program
-        b_s = load_tile(high, slot, i_h, i_v, V, K, BV, BK)
+        b_s, scale = load_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BV, BK, FORMAT)
         CARRY(
             inputs, ring, weights, table, parent, kin, t, c, i_b, i_h // J, i_h % J, i_h * V + i_v * BV,
             tl.minimum(BV, V - i_v * BV), B, T, H, G, V, K, R, L, W, BR, BK, 1, BV, CHANNEL, GATES,
         )  # fmt: skip
         tl.debug_barrier()  # t, c and v are in memory, for other threads of this program
-        read_tile(b_s, ring, table, None, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP, BT, BV, BK, 1)
+        read_tile(
+            b_s, scale, ring, table, None, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP, BT, BV, BK, 1
+        )
 
 
 @triton.jit
 def fold_kernel(
-    high, low, out_high, out_low, ring, slots, start, counts,
+    planes, into, key, ring, slots, start, counts, flushes,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
     BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr,
     STEP: tl.constexpr, IN_PLACE: tl.constexpr,
@@ -529,12 +482,14 @@ def fold_kernel(
     i_out = slot if IN_PLACE else i_n.to(tl.int64)
     if (not IN_PLACE) or ((slot >= 0) & (count > 0)):
         o_v = i_v * BV + tl.arange(0, BV)
-        at, mask = tile(i_h, o_v, tl.arange(0, BK), V, K)
-        b_s = load_update(high.data + slot * high.slot + at, low.data + slot * low.slot + at, mask, FORMAT)
+        b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BK, FORMAT)
         b_s = fold_tile(b_s, ring, slot, tl.load(start + i_n), count, i_h, o_v, H, G, V, K, R, CHANNEL, BK, DELTA, STEP)
-        store_planes(
-            out_high.data + i_out * out_high.slot + at, out_low.data + i_out * out_low.slot + at, b_s, mask, OUT
-        )
+        flush = 0
+        if IN_PLACE:
+            flush = tl.load(flushes + i_n)
+            if needs_whole_rows(FORMAT):
+                tl.debug_barrier()  # all threads have loaded what is written over
+        store(into, i_out, i_h, o_v, b_s, key, slot, flush, V, K, BV, BK, OUT)
 
 
 @triton.jit
@@ -589,17 +544,17 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int) -> Launch:
     many there are, but for one launch against three.
     """
     H, G, V, _ = geometry
-    most = triton.next_power_of_2(V)
+    most, scaled = triton.next_power_of_2(V), needs_whole_rows(format)
     return Launch(
         together=rows * H <= 256,
-        fold_v=min(most, 16),
+        fold_v=min(most, 8 if scaled else 16),
         carry_heads=1 if recurrence.delta else min(8, triton.next_power_of_2(H // G)),
         carry_warps=1 if recurrence.delta else 2,
         carry_programs=8,
         read_v=min(most, 16 if format == "fp32" or recurrence.channel_gate else 32),
-        read_warps=2,
+        read_warps=4 if scaled else 2,
         flush_v=min(most, 16),
-        flush_warps=2 if recurrence.channel_gate and format != "fp32" else 1,
+        flush_warps=4 if scaled else 2 if recurrence.channel_gate and format != "fp32" else 1,
         flush_programs=4,
     )
 
@@ -621,9 +576,9 @@ def pools(layer: LayerState) -> Ring:
     return Ring(k, v, g, w, norm, Pool(layer.conv, layer.conv.stride(0)) if layer.conv.numel() else None)
 
 
-def planes(tensors: tuple[Tensor, ...]) -> tuple[Pool, Pool]:
-    """The plane that tokens read, and the last one."""
-    return Pool(tensors[0], tensors[0].stride(0)), Pool(tensors[-1], tensors[-1].stride(0))
+def planes(tensors: tuple[Tensor, ...]) -> tuple[Pool, ...]:
+    """A checkpoint's planes as kernels take them."""
+    return tuple(Pool(plane, plane.stride(0)) for plane in tensors)
 
 
 def field(x: Tensor) -> Field:
@@ -634,7 +589,7 @@ def field(x: Tensor) -> Field:
 
 
 def decode(
-    recurrence: Any, geometry: Any, format: str, window: int, layer: LayerState, step: DeviceStep, inputs: Inputs,
+    recurrence: Any, geometry: Any, window: int, layer: LayerState, step: DeviceStep, inputs: Inputs,
     weights: LayerWeights, skip: Tensor | None, gate: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """y [B, T, H, V] of one layer in `dtype`; the step's records are appended, rows that are due are flushed.
@@ -653,12 +608,13 @@ def decode(
     N = H if recurrence.delta else G
     t = torch.empty(B, N, T, K, dtype=torch.float32, device=device)
     c = torch.empty(B, H, T, 1 + R, dtype=torch.float32, device=device)
-    (high, low), ring, table = planes(layer.checkpoint), pools(layer), step.table
+    checkpoint, ring, table, format = planes(layer.checkpoint), pools(layer), step.table, layer.format.name
     chosen = launch(recurrence, geometry, format, B)
     beside = folds_beside(R, window)
     if not beside:
         # as many tokens as records may wait: those are folded first, to make room
-        _launch_fold(recurrence, format, layer, table[0], (table[1] - table[4]) % R, table[4], layer.checkpoint, format)
+        start = (table[1] - table[4]) % R
+        _launch_fold(recurrence, layer, table[0], start, table[4], table[8], layer.checkpoint, format)
     sizes = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K)}
     carrying = sizes | {
         "T": T, "L": layer.conv.shape[1], "W": 1 if weights.conv_weight is None else weights.conv_weight.shape[1],
@@ -676,7 +632,7 @@ def decode(
     grid = (triton.cdiv(V, chosen.read_v), H, B)
     if chosen.together:
         decode_kernel[grid](
-            high, low, inputs, ring, weights, table, step.parent, step.kin, t, c, *outputs,
+            checkpoint, layer.key, inputs, ring, weights, table, step.parent, step.kin, t, c, *outputs,
             **(carrying | reading | flushing), BV=chosen.read_v, BF=chosen.fold_v,
             num_warps=chosen.read_warps,
         )  # fmt: skip
@@ -687,7 +643,8 @@ def decode(
     if beside:
         most = B * H * triton.cdiv(V, chosen.flush_v)
         flush_kernel[(min(most, chosen.flush_programs * processors(device)),)](
-            high, low, ring, table, ready, B, **flushing, PDL=PDL, BV=chosen.flush_v, num_warps=chosen.flush_warps,
+            checkpoint, layer.key, ring, table, ready, B, **flushing, PDL=PDL, BV=chosen.flush_v,
+            num_warps=chosen.flush_warps,
         )  # fmt: skip
     carry_kernel[(min(units, chosen.carry_programs * processors(device)) if PDL else units,)](
         inputs, ring, weights, table, ready, step.parent, step.kin, t, c, B,
@@ -695,8 +652,8 @@ def decode(
         BC=triton.next_power_of_2(chosen.carry_heads * V), num_warps=chosen.carry_warps,
     )  # fmt: skip
     read_kernel[grid](
-        high, ring, table, ready, t, c, *outputs, **reading, **after, BV=chosen.read_v, BJ=chosen.carry_heads,
-        BW=chosen.flush_v if beside else None, num_warps=chosen.read_warps,
+        checkpoint, ring, table, ready, t, c, *outputs, **reading, **after, FORMAT=format, BV=chosen.read_v,
+        BJ=chosen.carry_heads, BW=chosen.flush_v if beside else None, num_warps=chosen.read_warps,
     )  # fmt: skip
     return y
 
@@ -716,28 +673,31 @@ def convolve(pool: Tensor, step: DeviceStep, x: Tensor, weight: Tensor, bias: Te
 
 def fold(recurrence: Any, fmt: Any, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor) -> Tensor:
     """The state of every slot after its first `counts` committed records: [n, H, V, K] in fp32. As batched.fold."""
-    state = torch.empty(len(slots), *layer.checkpoint[0].shape[1:], dtype=torch.float32, device=slots.device)
-    _launch_fold(recurrence, fmt.name, layer, slots, start, counts, (state,), "fp32")
+    (H, V), K = layer.checkpoint[0].shape[1:3], layer.ring.k.shape[3]
+    state = torch.empty(len(slots), H, V, K, dtype=torch.float32, device=slots.device)
+    _launch_fold(recurrence, layer, slots, start, counts, None, (state,), "fp32")
     return state
 
 
-def flush(recurrence: Any, fmt: Any, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor) -> None:
+def flush(
+    recurrence: Any, fmt: Any, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor, flushes: Tensor
+) -> None:  # fmt: skip
     """Fold in place: the planes are read, folded and written by one launch; slots below 0 are left alone."""
-    _launch_fold(recurrence, fmt.name, layer, slots, start, counts, layer.checkpoint, fmt.name)
+    _launch_fold(recurrence, layer, slots, start, counts, flushes, layer.checkpoint, fmt.name)
 
 
 def _launch_fold(
-    recurrence: Any, format: str, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor,
+    recurrence: Any, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor, flushes: Tensor | None,
     into: tuple[Tensor, ...], out: str,
 ) -> None:  # fmt: skip
-    _, H, V, K = layer.checkpoint[0].shape
-    G, R = layer.ring.k.shape[1:3]
+    H, V = layer.checkpoint[0].shape[1:3]
+    G, R, K = layer.ring.k.shape[1:]
     if not len(slots):
         return
     BV = min(16, triton.next_power_of_2(V))
     fold_kernel[(triton.cdiv(V, BV), H, len(slots))](
-        *planes(layer.checkpoint), *planes(into), pools(layer), slots, start, counts,
+        planes(layer.checkpoint), planes(into), layer.key, pools(layer), slots, start, counts, flushes,
         H=H, G=G, V=V, K=K, R=R, BV=BV, BK=triton.next_power_of_2(K), CHANNEL=recurrence.channel_gate,
-        DELTA=recurrence.delta, FORMAT=format, OUT=out, STEP=recurrence.kernel().step,
-        IN_PLACE=into is layer.checkpoint, num_warps=2,
+        DELTA=recurrence.delta, FORMAT=layer.format.name, OUT=out, STEP=recurrence.kernel().step,
+        IN_PLACE=into is layer.checkpoint, num_warps=8 if needs_whole_rows(layer.format.name) else 2,
     )  # fmt: skip

@@ -13,6 +13,8 @@ A slot keeps its newest records in a ring of R = window + max_tokens places. Rec
     trim(n)     -                 - n                0             - n                         -
     reset       0                 0                  0             0                           first_flush(slot)
 
+`flushes` counts a slot's flushes since its start: formats that round stochastically draw by it.
+
 `reach` is how many of the newest records trim may forget. The convolution's own ring (W - 1 + max_tokens inputs) bounds
 it: t new inputs overwrite the t oldest, so `most` = max_tokens where there is a convolution and R where there is none.
 `conv_end` is the place after the newest committed input in that ring; it moves by +n and -n with commit and trim.
@@ -30,6 +32,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from replayssm.formats import Format
+
 PAD_SLOT = -1
 
 
@@ -46,6 +50,7 @@ class Cursors(NamedTuple):
     clamped: (
         Tensor  # how many counts out of range a device has met since then: they are clamped there, refused on a CPU
     )
+    flushes: Tensor  # since reset or load, whose own encoding is number 0
 
     def at(self, slots: Tensor) -> "Cursors":
         """The cursors of some slots, copied: [len(slots)] each."""
@@ -79,7 +84,7 @@ def reset(slots: Tensor, sizes: Sizes, staggered: bool) -> Cursors:
     """Cursors of slots whose whole history is in their checkpoint and convolution window."""
     zero = torch.zeros_like(slots)
     first = first_flush(slots, sizes.window, staggered)
-    return Cursors(zero, zero, zero, first, zero, zero, torch.ones_like(slots), zero)
+    return Cursors(zero, zero, zero, first, zero, zero, torch.ones_like(slots), zero, zero)
 
 
 def begin(c: Cursors, lengths: Tensor, sizes: Sizes) -> Cursors:
@@ -106,6 +111,7 @@ def flush(c: Cursors, sizes: Sizes) -> Cursors:
         num_committed=zero,
         reach=zero,
         flush_at=torch.full_like(zero, sizes.window),
+        flushes=c.flushes + 1,
     )
 
 
@@ -182,9 +188,10 @@ class DeviceStep(NamedTuple):
 
     Attributes:
         rows, tokens: sizes of the caller's tensors, [rows, tokens, ...].
-        table: int32 [8, rows]. (0) The slot, -1 if the row brings no token, (1) ring_start and (2) num_committed after
+        table: int32 [9, rows]. (0) The slot, -1 if the row brings no token, (1) ring_start and (2) num_committed after
             the flush, (3) tokens, (4) records in front of ring_start that each layer's decode folds into the
-            checkpoint, (5) conv_end, (6) the rows that are due, then -1, (7) the number of this step.
+            checkpoint, (5) conv_end, (6) the rows that are due, then -1, (7) the number of this step, (8) flushes of
+            the slot, that of (4) included.
         parent: int32 [rows, T] for a draft tree, None for a chain.
         kin: int8 [rows, T, T], which of the step's tokens each sees, itself included; None for a chain.
     """
@@ -338,16 +345,19 @@ class Records(NamedTuple):
 
 
 class LayerState(NamedTuple):
-    """All tensors of one layer.
+    """One layer of a cache.
 
     Attributes:
-        checkpoint: planes [S, H, V, K].
+        checkpoint: the planes of its format, [S, H, V, columns] each.
         conv: convolution inputs [S, W - 1 + T, C].
         ready: int32 [S, n] on a device, else [S, 0]: the newest step whose carry of a head, or whose flush of a part of
             it, is in memory. Scratch.
+        key: int64 [2], what formats.layer_key says: noise of stochastic rounding begins from it.
     """
 
     checkpoint: tuple[Tensor, ...]
     ring: Records
     conv: Tensor
     ready: Tensor
+    key: Tensor
+    format: Format

@@ -13,8 +13,8 @@ from torch import Tensor
 from replayssm.ring import Cursors, DeviceStep, Sizes, ancestors
 
 BLOCK = 128
-# Rows of the cursor tensor [8, S], by their names in Cursors
-RING_START, COMMITTED, PENDING, FLUSH_AT, CONV_END, REACH, LIVE, CLAMPED = map(
+# Rows of the cursor tensor [9, S], by their names in Cursors
+RING_START, COMMITTED, PENDING, FLUSH_AT, CONV_END, REACH, LIVE, CLAMPED, FLUSHES = map(
     tl.constexpr, range(len(Cursors._fields))
 )
 
@@ -27,11 +27,11 @@ def begin_kernel(
     """Flush and begin of ring.py for B rows; one program, BLOCK rows at a time.
 
     | Name    | Shape  | Dtype | Dir    | Meaning                                |
-    | cursors | [8, S] | int64 | in/out | the pool's cursors, rows as in Cursors |
+    | cursors | [9, S] | int64 | in/out | the pool's cursors, rows as in Cursors |
     | clock   | [1]    | int32 | in/out | the number of the newest step          |
     | given   | [B]    | int64 | in     | slots, negative for padding            |
     | lengths | [B]    | int64 | in     | tokens of every row, or None for T     |
-    | table   | [8, B] | int32 | out    | DeviceStep.table                       |
+    | table   | [9, B] | int32 | out    | DeviceStep.table                       |
     """
     number = tl.load(clock) + 1
     tl.store(clock, number)
@@ -63,6 +63,8 @@ def begin_kernel(
         tl.store(p + RING_START * S, start, mask=due)
         tl.store(p + COMMITTED * S, committed, mask=due)
         tl.store(p + FLUSH_AT * S, 0 * committed + WINDOW, mask=due)
+        flushes = tl.load(p + FLUSHES * S, mask=active, other=0) + tl.where(due, 1, 0)
+        tl.store(p + FLUSHES * S, flushes, mask=due)
         # (2) begin
         tl.store(p + REACH * S, tl.minimum(tl.where(due, 0, reach), MOST - length), mask=active)
         at = table + i
@@ -73,6 +75,7 @@ def begin_kernel(
         tl.store(at + 4 * B, folds.to(tl.int32), mask=m)
         tl.store(at + 5 * B, conv_end.to(tl.int32), mask=m)
         tl.store(at + 7 * B, 0 * i + number, mask=m)
+        tl.store(at + 8 * B, flushes.to(tl.int32), mask=m)
         # (3) the list of rows that are due
         place = num_due + tl.cumsum(due.to(tl.int32), 0) - 1
         tl.store(table + 6 * B + place, i, mask=due)
@@ -110,9 +113,9 @@ def commit_kernel(cursors, table, counts, S, B, CONV: tl.constexpr, BLOCK: tl.co
 
 
 def begin(cursors: Tensor, clock: Tensor, sizes: Sizes, given: Tensor, lengths: Tensor | None, tokens: int) -> Tensor:
-    """DeviceStep.table for rows of the slots `given`: cursors [8, S] move as ring.flush and ring.begin say."""
+    """DeviceStep.table for rows of the slots `given`: cursors [9, S] move as ring.flush and ring.begin say."""
     rows = len(given)
-    table = torch.empty(8, rows, dtype=torch.int32, device=given.device)
+    table = torch.empty(9, rows, dtype=torch.int32, device=given.device)
     if rows:
         begin_kernel[(1,)](
             cursors, clock, given, lengths, table, cursors.shape[1], rows,
@@ -122,7 +125,7 @@ def begin(cursors: Tensor, clock: Tensor, sizes: Sizes, given: Tensor, lengths: 
 
 
 def commit(cursors: Tensor, sizes: Sizes, table: Tensor, counts: Tensor | None) -> None:
-    """Cursors [8, S] move as ring.commit says, for the rows of a step's table."""
+    """Cursors [9, S] move as ring.commit says, for the rows of a step's table."""
     rows = table.shape[1]
     if rows:
         commit_kernel[(triton.cdiv(rows, BLOCK),)](

@@ -98,7 +98,8 @@ class Twin:
     def __init__(self, cache: ReplayCache, weights: Any, layer: int = 0) -> None:
         assert cache.conv is not None
         self.cache, self.layer, self.conv = cache, layer, cache.conv
-        self.recurrence, self.geometry, self.format = cache.recurrence, cache.geometry, cache.format
+        self.recurrence, self.geometry, self.format = cache.recurrence, cache.geometry, cache.layers[layer].format
+        self.roundings = 0  # how often the low run was, for noise of its own
         self.weights = {dtype: cast(weights, dtype) for dtype in (torch.float64, torch.float32)}
         self.history: dict[int, list[_Node]] = {}
         self.pending: dict[int, list[_Node]] = {}
@@ -116,7 +117,7 @@ class Twin:
     def load(self, slots: Sequence[int], state: Tensor, window: Tensor) -> None:
         """Start from full states [n, H, V, K] and raw inputs [n, C, W - 1]."""
         for i, slot in enumerate(slots):
-            low = self.format.update(self.format.encode(state[i : i + 1].to(self.format.compute)))
+            low = self.format.update(self._encoded(state[i : i + 1]))
             node = _Node(state[i : i + 1].double(), low, tuple(window[i].t().to(self.cache.dtype)), 0)
             self.history[slot], self.pending[slot] = [node], []
 
@@ -153,6 +154,11 @@ class Twin:
         for slot, nodes in zip(dst, taken, strict=True):
             self.history[slot], self.pending[slot] = nodes, []
 
+    def _encoded(self, state: Tensor) -> tuple[Tensor, ...]:
+        """Planes of a state [1, H, V, K] of the low run."""
+        self.roundings += 1
+        return self.format.encode(state.to(self.format.compute), torch.tensor([[self.roundings, 0]]))
+
     # ---- comparisons ----
 
     def check_outputs(self, y: Tensor, exact: Tensor, low: Tensor) -> None:
@@ -171,7 +177,7 @@ class Twin:
         window = self.cache.conv_window(self.layer, at)
         for i, slot in enumerate(slots):
             node = self.history[slot][-1 - back]
-            self._note("state", node.exact, self.format.update(self.format.encode(node.low.to(self.format.compute))))
+            self._note("state", node.exact, self.format.update(self._encoded(node.low)))
             self._compare("state", state[i : i + 1], node.exact)
             if not back:
                 assert torch.equal(window[i], torch.stack(node.inputs, 1)), f"convolution window of slot {slot}"
@@ -204,7 +210,7 @@ class Twin:
         low_y, low = self._plain(torch.float32, node.low, taps, inputs, i)
         age = node.age + 1
         if age % self.cache.window == 0:
-            low = self.format.update(self.format.encode(low.to(self.format.compute)))
+            low = self.format.update(self._encoded(low))
         return _Node(exact, low, taps[1:], age), exact_y, low_y.to(self.cache.dtype)
 
     def _plain(
@@ -224,7 +230,7 @@ class Twin:
             q, k = q * (inverse_norm(q) * K**-0.5)[..., None], k * inverse_norm(k)[..., None]
         y, after = self.recurrence.reference.step(S.to(dtype), q, k, v, g, w)
         if dtype == torch.float32:
-            read = self.format.read(self.format.encode(after.to(self.format.compute))[: self.format.read_planes])
+            read = self.format.read(self._encoded(after)[: self.format.read_planes])
             y, _ = self.recurrence.reference.step(read.to(dtype), q, k, v, torch.zeros_like(g), torch.zeros_like(w))
         D = getattr(weights, "D", None)
         if D is not None:

@@ -14,6 +14,7 @@ out.
 """
 
 import json
+import math
 import time
 from pathlib import Path
 from statistics import median, quantiles
@@ -131,10 +132,10 @@ def layer_weights(cache: ReplayCache, generator: torch.Generator) -> Any:
     return weights._replace(conv_weight=weights.conv_weight.bfloat16().t().contiguous().t())
 
 
-def stack(case: str, rows: int, width: int) -> int:
+def stack(case: str, rows: int, width: float) -> int:
     """Layers that make the L2 cache cold: 400 MB of state that is read, `width` bytes an element, 2 to 48 of them."""
     _, (H, _, V, K) = CASES[case]
-    return max(2, min(48, -(-400_000_000 // (rows * H * V * K * width))))
+    return max(2, min(48, math.ceil(400_000_000 / (rows * H * V * K * width))))
 
 
 def measure(
@@ -149,7 +150,7 @@ def measure(
     best = min(others, key=lambda other: other["us"])
     measured = []
     for staggered in (True, False):
-        layers = stack(case, rows, storage.get(fmt).read_bytes)
+        layers = stack(case, rows, storage.get(fmt).read_bytes(CASES[case][1].K))
         ours = _Ours(case, rows, fmt, layers, staggered)
         steps = [us / layers for us in replay(ours.step, 2 * WINDOW, 8 * WINDOW)]
         windows = sorted(sum(steps[i : i + WINDOW]) / WINDOW for i in range(0, len(steps), WINDOW))

@@ -16,7 +16,7 @@ Who runs what, for T new tokens per row:
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -54,19 +54,23 @@ class DecoderHook(NamedTuple):
 def enable(
     model: PreTrainedModel,
     window: int = 16,
-    format: str = "fp32",
+    format: str | Mapping[Any, str] = "fp32",
     max_tokens: int = 1,
     staggered: bool = True,
+    seed: int = 0,
+    implementation: str | None = None,
 ) -> PreTrainedModel:
     """Let this model decode with the replayed cache; `model.generate` is called as before.
 
     Args:
         model: in eval mode, of one of the supported types.
         window: how many tokens may wait in the ring before they are folded into the checkpoint.
-        format: how the checkpoint is stored, see replayssm.formats.
+        format: how the checkpoint is stored, see replayssm.formats; or by recurrent layer, {"default": name, 0: name}.
         max_tokens: tokens per row that one replayed forward may bring. With drafts + 1 here, assisted generation
             (prompt lookup, an assistant model) works, which Transformers refuses for recurrent models.
         staggered: rows flush at different steps.
+        seed: of formats that round stochastically.
+        implementation: "reference", "torch" or "triton"; None takes the fast one for the model's device.
 
     Returns:
         The model. Calling it again changes the options; caches made before keep theirs.
@@ -80,7 +84,7 @@ def enable(
         )
     decoder, mixers = _recurrent_layers(model)
     families = [MIXERS[type(mixer).__name__] for mixer in mixers]
-    recipe = _recipe(decoder, mixers, families[0], window, format, max_tokens, staggered)
+    recipe = _recipe(decoder, mixers, families[0], window, format, max_tokens, staggered, seed, implementation)
     recipe.cache(1)  # the core's own checks of format, window and sizes
 
     disable(model)
@@ -131,9 +135,11 @@ def _recipe(
     mixers: list[Any],
     family: Family,
     window: int,
-    format: str,
+    format: str | Mapping[Any, str],
     max_tokens: int,
     staggered: bool,
+    seed: int,
+    implementation: str | None,
 ) -> Recipe:
     geometries = {family.geometry(mixer) for mixer in mixers}
     geometry = geometries.pop()
@@ -161,6 +167,8 @@ def _recipe(
         max_tokens=max_tokens,
         format=format,
         staggered=staggered,
+        seed=seed,
+        implementation=implementation,
         dtype=decoder.dtype,
         device=devices.pop(),
     )

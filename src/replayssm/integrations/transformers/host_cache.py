@@ -14,7 +14,7 @@ cursors that all layers share.
 Verbs on the whole cache arrive once per layer; the layer with index 0 carries them out for all.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, NamedTuple
@@ -43,8 +43,10 @@ class Recipe(NamedTuple):
     transposed: bool  # the host keeps its states [B, H, K, V]
     window: int
     max_tokens: int
-    format: str
+    format: str | Mapping[Any, str]
     staggered: bool
+    seed: int
+    implementation: str | None
     dtype: torch.dtype
     device: torch.device
 
@@ -61,6 +63,8 @@ class Recipe(NamedTuple):
             dtype=self.dtype,
             conv=self.conv,
             staggered=self.staggered,
+            seed=self.seed,
+            implementation=self.implementation,
             device=self.device,
         )
 

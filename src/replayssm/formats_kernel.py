@@ -1,0 +1,554 @@
+"""The storage formats in Triton: how a tile of the checkpoint is loaded for reading, for updating, and stored.
+
+Twins of the blocks of formats.py; they agree bit for bit. A tile is BV rows of one head's state by all of its K (BK, a
+power of two, masked); `planes` are all planes of a format, in its order, as Pools.
+
+    load_read    tile, scale    what tokens read is tile * scale[:, None]: multiply the sum over K by the scale instead
+    load_update  tile           what a flush starts from
+    store        tile ->        encode and write every plane
+
+Scales of rows cost a read nothing per element: they multiply the sum over K. What decoding and encoding cost, in
+machine instructions per element, is printed by `python tests/compile_kernels.py cost` (table in docs/formats.md).
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import libdevice
+
+from replayssm import formats
+
+# Instructions that only NVIDIA GPUs have, from Ada on: e4m3 conversions, products that are not fused, byte shuffles.
+# Elsewhere, and in the interpreter, the same values are put together by plain arithmetic.
+NVIDIA = tl.constexpr(
+    torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability() >= (8, 9)
+)
+# Four bytes of two e2m1 codes to fp16 times 2^-14: the sign to bit 15, the other three bits to 11..9 (a subnormal
+# number where the code is one). $0 and $1 are the first codes of the bytes, two a register, $2 and $3 the second ones.
+E2M1_ASM = tl.constexpr("""{
+    .reg .b32 p, q, s, m;
+    prmt.b32 p, $4, 0, 0x1404;
+    prmt.b32 q, $4, 0, 0x3424;
+    shl.b32 s, p, 4; shl.b32 m, p, 1; and.b32 m, m, 0x0E000E00; lop3.b32 $0, s, 0x80008000, m, 0xEA;
+    shl.b32 s, q, 4; shl.b32 m, q, 1; and.b32 m, m, 0x0E000E00; lop3.b32 $1, s, 0x80008000, m, 0xEA;
+    shr.b32 m, p, 3; and.b32 m, m, 0x0E000E00; lop3.b32 $2, p, 0x80008000, m, 0xEA;
+    shr.b32 m, q, 3; and.b32 m, m, 0x0E000E00; lop3.b32 $3, q, 0x80008000, m, 0xEA;
+}""")
+
+
+def described(name: str) -> formats.Format:
+    """The format of a name, for the functions below, which run when a kernel is compiled."""
+    return formats.get(name)
+
+
+described.__triton_builtin__ = True  # type: ignore[attr-defined]  # Triton need not read on from here
+
+
+@triton.constexpr_function
+def checkpoint_kind(FORMAT: Any) -> str:
+    """The kind of the checkpoint, or "residual"."""
+    fmt = described(FORMAT)
+    return "residual" if fmt.residual else fmt.kind.name
+
+
+@triton.constexpr_function
+def copy_kind(FORMAT: Any) -> str | None:
+    """The kind of the copy, or None."""
+    fmt = described(FORMAT)
+    return fmt.copy.name if fmt.copy else None
+
+
+@triton.constexpr_function
+def read_kind(FORMAT: Any) -> str:
+    """The kind that tokens read."""
+    return described(FORMAT).reads.name
+
+
+@triton.constexpr_function
+def copy_planes(FORMAT: Any) -> int:
+    """How many planes the copy has: the checkpoint's own come behind them."""
+    fmt = described(FORMAT)
+    return len(fmt.copy.planes) if fmt.copy else 0
+
+
+@triton.constexpr_function
+def residual_bits(FORMAT: Any) -> int:
+    """Bits of the residual."""
+    return described(FORMAT).residual_bits
+
+
+@triton.constexpr_function
+def residual_unit(FORMAT: Any) -> float:
+    """A residual's unit in half steps."""
+    return described(FORMAT).residual_unit
+
+
+@triton.constexpr_function
+def is_stochastic(FORMAT: Any) -> bool:
+    """Whether the checkpoint is rounded stochastically."""
+    return described(FORMAT).stochastic
+
+
+@triton.constexpr_function
+def needs_whole_rows(FORMAT: Any) -> bool:
+    """Whether a row of K can be encoded only as a whole, since it has a scale."""
+    fmt = described(FORMAT)
+    return bool(fmt.reads.parts or fmt.kind.parts)
+
+
+@triton.constexpr_function
+def reads_the_update(FORMAT: Any) -> bool:
+    """Whether what tokens read is all that a flush needs: tile * scale of load_read is load_update's tile."""
+    fmt = described(FORMAT)
+    return fmt.copy is None and fmt.kind.name != "split16"
+
+
+# ---- planes ----
+
+
+@triton.jit
+def rows(plane, slot, i_h, o_v, V: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where the rows o_v of a head begin in a plane: [BV]."""
+    return plane.data + slot * plane.slot + (i_h * V + o_v) * COLUMNS
+
+
+@triton.jit
+def load_elements(
+    plane, slot, i_h, o_v, V: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr, EVICT: tl.constexpr = False,
+):  # fmt: skip
+    """[BV, BC] entries as stored, 0 beyond."""
+    o = tl.arange(0, BC)
+    p = rows(plane, slot, i_h, o_v, V, COLUMNS)[:, None] + o
+    return tl.load(p, mask=(o_v < V)[:, None] & (o < COLUMNS), other=0, eviction_policy="evict_first" if EVICT else "")
+
+
+@triton.jit
+def store_elements(plane, slot, i_h, o_v, x, V: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr):
+    o = tl.arange(0, BC)
+    p = rows(plane, slot, i_h, o_v, V, COLUMNS)[:, None] + o
+    tl.store(p, x, mask=(o_v < V)[:, None] & (o < COLUMNS))
+
+
+@triton.jit
+def load_rows(plane, slot, i_h, o_v, V: tl.constexpr):
+    """[BV], one entry for every row."""
+    return tl.load(rows(plane, slot, i_h, o_v, V, 1), mask=o_v < V, other=0.0)
+
+
+@triton.jit
+def store_rows(plane, slot, i_h, o_v, x, V: tl.constexpr):
+    tl.store(rows(plane, slot, i_h, o_v, V, 1), x, mask=o_v < V)
+
+
+# ---- decoding ----
+
+
+@triton.jit
+def e4m3(codes):
+    """uint8 codes as fp32. There are no NaN among ours."""
+    if NVIDIA:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    bits = codes.to(tl.uint32)
+    return (((bits & 0x7F) << 20) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+
+
+@triton.jit
+def from_nibble(codes):
+    """e2m1 codes 0 to 15 in fp16 times 2^-14; see E2M1_ASM."""
+    return (((codes & 7) << 9) | ((codes & 8) << 12)).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def e2m1(codes, scale, BV: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr):
+    """Bytes of two codes [BV, BK / 2] times the scale of their block times 2^14, [BV, BK / BLOCK]: [BV, BK] fp32."""
+    bits = tl.reshape(codes, [BV, BK // BLOCK, BLOCK // 2])
+    if NVIDIA:
+        first, second = tl.inline_asm_elementwise(
+            E2M1_ASM, "=r,=r,=r,=r,r", [bits], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    else:
+        first, second = from_nibble(bits.to(tl.uint32) & 15), from_nibble(bits.to(tl.uint32) >> 4)
+    scale = scale[:, :, None]
+    return tl.reshape(tl.join(first.to(tl.float32) * scale, second.to(tl.float32) * scale), [BV, BK])
+
+
+@triton.jit
+def load_kind(
+    planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
+    FIRST: tl.constexpr, EVICT: tl.constexpr = False,
+):  # fmt: skip
+    """Tile and scale of a kind that is read whole, planes from FIRST on."""
+    if KIND == "fp8":
+        tile = e4m3(load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, EVICT))
+        return tile, load_rows(planes[FIRST + 1], slot, i_h, o_v, V)
+    elif KIND == "int8":
+        # 2^23 + code, by its bits
+        bits = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, EVICT).to(tl.uint32) | 0x4B000000
+        return bits.to(tl.float32, bitcast=True) - 8388736.0, load_rows(planes[FIRST + 1], slot, i_h, o_v, V)
+    elif KIND == "fp4":
+        codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2, EVICT)
+        blocks = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 16, BK // 16).to(tl.uint32)
+        # e4m3 without subnormal numbers: its bits in fp32's place times 2^120
+        scale = ((blocks << 20) + ((120 + 14) << 23)).to(tl.float32, bitcast=True)
+        return e2m1(codes, scale, BV, BK, 16), load_rows(planes[FIRST + 2], slot, i_h, o_v, V)
+    elif KIND == "mxfp4":
+        codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2, EVICT)
+        blocks = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 32, BK // 32).to(tl.uint32)
+        scale = tl.where(blocks == 255, float("nan"), ((blocks + 14) << 23).to(tl.float32, bitcast=True))
+        return e2m1(codes, scale, BV, BK, 32), 1.0
+    else:
+        tile = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, EVICT).to(tl.float32)
+        return tile, 1.0
+
+
+@triton.jit
+def load_read(
+    planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr
+):  # fmt: skip
+    """Rows o_v of a head as tokens read them: tile [BV, BK] fp32 and scale, [BV] or one number.
+
+    | Name   | Shape       | Dtype     | Dir | Meaning                                          |
+    | planes | tuple       | by format | in  | Pools of all planes, in the format's order       |
+    | slot   | one         | int64     | in  |                                                  |
+    | o_v    | [BV]        | int32     | in  | rows of V, those from V on are 0                 |
+    """
+    return load_kind(planes, slot, i_h, o_v, V, K, BV, BK, read_kind(FORMAT), 0, True)
+
+
+@triton.jit
+def half_step(code, KIND: tl.constexpr):
+    """Half a step of a kind at a code."""
+    if KIND == "fp8":
+        power = (code.to(tl.int32, bitcast=True) >> 23) & 0xFF
+        return ((tl.maximum(power, 121) - 4) << 23).to(tl.float32, bitcast=True)
+    elif KIND == "int8":
+        return tl.full(code.shape, 0.5, tl.float32)
+    else:
+        size = tl.abs(code)
+        return tl.where(size >= 4.0, 1.0, tl.where(size >= 2.0, 0.5, 0.25))
+
+
+@triton.jit
+def nibbles(pairs, BV: tl.constexpr, BK: tl.constexpr):
+    """Bytes [BV, BK / 2] as int32 0 to 15, [BV, BK]."""
+    wide = pairs.to(tl.int32)
+    return tl.reshape(tl.join(wide & 15, wide >> 4), [BV, BK])
+
+
+@triton.jit
+def load_residual(
+    planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, FIRST: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """[BV, BK] in units, fp32."""
+    if BITS == 4:
+        low = nibbles(load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2), BV, BK)
+        return ((low ^ 8) - 8).to(tl.float32)
+    r = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK).to(tl.int32)
+    if BITS == 12:
+        r = (r << 4) + nibbles(load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 2, BK // 2), BV, BK)
+    return r.to(tl.float32)
+
+
+@triton.jit
+def product(x, y):
+    """x y, rounded: never part of a fused multiply-add, which would round once less than torch does."""
+    if NVIDIA:
+        return libdevice.mul_rn(x, y)
+    return x * y
+
+
+@triton.jit
+def load_update(
+    planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Rows o_v of a head as a flush starts from them: [BV, BK] fp32. Arguments as load_read."""
+    KIND: tl.constexpr = checkpoint_kind(FORMAT)
+    FIRST: tl.constexpr = copy_planes(FORMAT)
+    if KIND == "split16":
+        high = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK).to(tl.int16, bitcast=True).to(tl.int32)
+        low = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K, BK).to(tl.int32)
+        return ((high << 16) + low).to(tl.float32, bitcast=True)
+    elif KIND == "residual":
+        COPY: tl.constexpr = copy_kind(FORMAT)
+        BITS: tl.constexpr = residual_bits(FORMAT)
+        UNIT: tl.constexpr = residual_unit(FORMAT)
+        r = load_residual(planes, slot, i_h, o_v, V, K, BV, BK, FIRST, BITS)
+        if COPY == "fp8" or COPY == "int8":
+            code, scale = load_kind(planes, slot, i_h, o_v, V, K, BV, BK, COPY, 0)
+            return (code + r * (half_step(code, COPY) * UNIT)) * scale[:, None]
+        else:
+            BLOCK: tl.constexpr = 16 if COPY == "fp4" else 32
+            one = tl.full([BV, BK // BLOCK], 16384.0, tl.float32)
+            code = e2m1(load_elements(planes[0], slot, i_h, o_v, V, K // 2, BK // 2), one, BV, BK, BLOCK)
+            value = code + r * (half_step(code, COPY) * UNIT)
+            scale = block_scale(planes, slot, i_h, o_v, V, K, BK, COPY)
+            return tl.reshape(tl.reshape(value, [BV, BK // BLOCK, BLOCK]) * scale[:, :, None], [BV, BK])
+    else:
+        tile, scale = load_kind(planes, slot, i_h, o_v, V, K, BV, BK, KIND, FIRST)
+        if KIND == "fp8" or KIND == "int8" or KIND == "fp4":
+            return tile * scale[:, None]
+        else:
+            return tile
+
+
+@triton.jit
+def block_scale(planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr):
+    """Scales of a 4-bit copy's blocks, rows' scales in them: [BV, BK / block]."""
+    if KIND == "fp4":
+        blocks = load_elements(planes[1], slot, i_h, o_v, V, K // 16, BK // 16).to(tl.uint32)
+        scale = ((blocks << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        return scale * load_rows(planes[2], slot, i_h, o_v, V)[:, None]
+    else:
+        blocks = load_elements(planes[1], slot, i_h, o_v, V, K // 32, BK // 32).to(tl.uint32)
+        return tl.where(blocks == 255, float("nan"), (blocks << 23).to(tl.float32, bitcast=True))
+
+
+# ---- random bits and rounding ----
+
+
+@triton.jit
+def mix(x):
+    """As formats._mix, on uint32."""
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0x735A2D97
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def noise(
+    key, slot, flush, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """32 random bits for every element of a tile, as formats.noise of formats.noise_keys(key, slot, flush)."""
+    s, f = slot.to(tl.uint32), flush.to(tl.uint32)
+    low = mix(mix(tl.load(key).to(tl.uint32) + s) + f)
+    high = mix(mix(tl.load(key + 1).to(tl.uint32) + s) + f)
+    x = ((i_h * V + o_v[:, None]) * K + tl.arange(0, BK)).to(tl.uint32) ^ low
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = ((x ^ (x >> 15)) + high) * 0x735A2D97
+    return (x ^ (x >> 15)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def round_integer(x, random, STOCHASTIC: tl.constexpr):
+    """x, |x| < 2^14, to whole numbers, int32."""
+    if STOCHASTIC:
+        return (tl.floor(x * 65536.0).to(tl.int32) + (random & 0xFFFF)) >> 16
+    return ((x + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 * 2^23: the sum's own rounding, to nearest even
+
+
+@triton.jit
+def round_float(x, random, MANTISSA: tl.constexpr, LEAST: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """x to a float of MANTISSA bits and least exponent LEAST; a NaN stays one."""
+    CUT: tl.constexpr = 23 - MANTISSA
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    if STOCHASTIC:
+        up = random & ((1 << CUT) - 1)
+    else:
+        up = ((1 << (CUT - 1)) - 1) + ((size >> CUT) & 1)
+    rounded = ((size + up) >> CUT) << CUT
+    if LEAST > -126:
+        FLOOR: tl.constexpr = 2.0**LEAST
+        small = tl.minimum(size.to(tl.float32, bitcast=True), FLOOR)
+        if STOCHASTIC:
+            FINE: tl.constexpr = 2.0 ** (20 + MANTISSA - LEAST)
+            STEP: tl.constexpr = 2.0 ** (LEAST - MANTISSA)
+            fixed = (((small * FINE).to(tl.int32) + (random & 0xFFFFF)) >> 20).to(tl.float32) * STEP
+        else:
+            ALIGN: tl.constexpr = 2.0 ** (23 + LEAST - MANTISSA)
+            fixed = (small + ALIGN) - ALIGN
+        rounded = tl.where(size < ((LEAST + 127) << 23), fixed.to(tl.int32, bitcast=True), rounded)
+    return tl.where(x == x, (rounded | (bits & -0x80000000)).to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def power(amax, LIMIT_BITS: tl.constexpr):
+    """As formats._power, the limit given by its bits."""
+    carry: tl.constexpr = 0x7FFFFF - (LIMIT_BITS & 0x7FFFFF)
+    whole: tl.constexpr = LIMIT_BITS >> 23
+    found = ((amax.to(tl.int32, bitcast=True) + carry) >> 23) - whole + 127
+    return tl.minimum(tl.maximum(found, 64), 190)
+
+
+@triton.jit
+def two_to(exponent):
+    """2^e of e + 127."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def clamp(x, LIMIT: tl.constexpr):
+    return tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
+
+
+# ---- encoding ----
+
+
+@triton.jit
+def to_e4m3(value):
+    """uint8 codes of numbers that e4m3 holds."""
+    if NVIDIA:
+        return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    bits = value.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    small = (tl.abs(value) * 512.0).to(tl.int32)
+    return (tl.where(size < (121 << 23), small, (size >> 20) - 960) | tl.where(bits < 0, 0x80, 0)).to(tl.uint8)
+
+
+@triton.jit
+def store_nibbles(
+    plane, slot, i_h, o_v, x, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """int32 0 to 15, [BV, BK], two a byte."""
+    low, high = tl.split(tl.reshape(x, [BV, BK // 2, 2]))
+    store_elements(plane, slot, i_h, o_v, (low | (high << 4)).to(tl.uint8), V, K // 2, BK // 2)
+
+
+@triton.jit
+def store_e2m1(
+    plane, slot, i_h, o_v, x, random, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Numbers up to 6 in size as e2m1; returns what was stored, fp32."""
+    value = round_float(x, random, 1, 0, STOCHASTIC)
+    bits = value.to(tl.int32, bitcast=True)
+    size = tl.abs(value)
+    code = tl.where(size < 1.0, (size * 2.0).to(tl.int32), (size.to(tl.int32, bitcast=True) >> 22) - 252)
+    store_nibbles(plane, slot, i_h, o_v, code | tl.where(bits < 0, 8, 0), V, K, BV, BK)
+    return value
+
+
+@triton.jit
+def store_scaled(
+    planes, slot, i_h, o_v, b_s, random, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+    KIND: tl.constexpr, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Store a scaled kind; returns the codes, and state over scale before rounding (the codes in rows not finite)."""
+    finite = tl.abs(b_s) < float("inf")
+    b_s = tl.where(finite, b_s, 0.0)
+    bad = tl.where(tl.max(tl.where(finite, 0, 1), 1) > 0, float("nan"), 0.0)
+    if KIND == "fp8":
+        exponent = power(tl.max(tl.abs(b_s), 1), 0x43E00000)  # 448
+        ratio = b_s * two_to(254 - exponent)[:, None]
+        code = round_float(clamp(ratio, 448.0), random, 3, -6, STOCHASTIC)
+        store_elements(planes[FIRST], slot, i_h, o_v, to_e4m3(code), V, K, BK)
+        store_rows(planes[FIRST + 1], slot, i_h, o_v, two_to(exponent) + bad, V)
+    elif KIND == "int8":
+        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(b_s), 1), tl.full([BV], 127.0, tl.float32)), 1.1754943508222875e-38)
+        ratio = product(b_s, tl.broadcast_to(tl.div_rn(tl.full([BV], 1.0, tl.float32), scale)[:, None], [BV, BK]))
+        whole = tl.minimum(tl.maximum(round_integer(ratio, random, STOCHASTIC), -127), 127)
+        code = whole.to(tl.float32)
+        store_elements(planes[FIRST], slot, i_h, o_v, (whole + 128).to(tl.uint8), V, K, BK)
+        store_rows(planes[FIRST + 1], slot, i_h, o_v, scale + bad, V)
+    elif KIND == "fp4":
+        exponent = power(tl.max(tl.abs(b_s), 1), 0x45280000)  # 6 * 448
+        blocks = tl.reshape(b_s * two_to(254 - exponent)[:, None], [BV, BK // 16, 16])
+        most = tl.minimum(tl.maximum(tl.max(tl.abs(blocks), 2) * 0.16666667163372040, 0.015625), 448.0)
+        scale = round_float(most, 0, 3, -6, False)
+        inverse = tl.div_rn(tl.full([BV, BK // 16], 1.0, tl.float32), scale)
+        ratio = tl.reshape(product(blocks, tl.broadcast_to(inverse[:, :, None], [BV, BK // 16, 16])), [BV, BK])
+        code = store_e2m1(planes[FIRST], slot, i_h, o_v, clamp(ratio, 6.0), random, V, K, BV, BK, STOCHASTIC)
+        stored = (scale.to(tl.int32, bitcast=True) >> 20) - 960
+        store_elements(planes[FIRST + 1], slot, i_h, o_v, stored.to(tl.uint8), V, K // 16, BK // 16)
+        store_rows(planes[FIRST + 2], slot, i_h, o_v, two_to(exponent) + bad, V)
+    else:
+        blocks = tl.reshape(b_s, [BV, BK // 32, 32])
+        exponent = power(tl.max(tl.abs(blocks), 2), 0x40C00000)  # 6
+        ratio = tl.reshape(blocks * two_to(254 - exponent)[:, :, None], [BV, BK])
+        code = store_e2m1(planes[FIRST], slot, i_h, o_v, clamp(ratio, 6.0), random, V, K, BV, BK, STOCHASTIC)
+        stored = tl.where((bad == bad)[:, None], exponent, 255)
+        store_elements(planes[FIRST + 1], slot, i_h, o_v, stored.to(tl.uint8), V, K // 32, BK // 32)
+    return code, tl.where((bad == bad)[:, None], ratio, code)
+
+
+@triton.jit
+def store_residual(
+    planes, slot, i_h, o_v, code, ratio, random, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+    FORMAT: tl.constexpr,
+):  # fmt: skip
+    """What a copy lacks of the state, from its codes and the ratio of state and scale."""
+    BITS: tl.constexpr = residual_bits(FORMAT)
+    UNIT: tl.constexpr = residual_unit(FORMAT)
+    FIRST: tl.constexpr = copy_planes(FORMAT)
+    MOST: tl.constexpr = 2 ** (BITS - 1) - 1
+    # half a step is a power of two
+    inverse = (0x7F000000 - half_step(code, copy_kind(FORMAT)).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    units = clamp((ratio - code) * inverse * (1 / UNIT), MOST * 1.0)
+    r = tl.minimum(tl.maximum(round_integer(units, random, is_stochastic(FORMAT)), -MOST), MOST)
+    if BITS == 4:
+        store_nibbles(planes[FIRST], slot, i_h, o_v, r & 15, V, K, BV, BK)
+    elif BITS == 8:
+        store_elements(planes[FIRST], slot, i_h, o_v, r.to(tl.int8), V, K, BK)
+    else:
+        store_elements(planes[FIRST], slot, i_h, o_v, (r >> 4).to(tl.int8), V, K, BK)
+        store_nibbles(planes[FIRST + 1], slot, i_h, o_v, r & 15, V, K, BV, BK)
+
+
+@triton.jit
+def store_float(
+    planes, slot, i_h, o_v, b_s, random, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
+    FIRST: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Store a kind without a scale."""
+    if KIND == "split16":
+        bits = tl.where(b_s == b_s, b_s.to(tl.int32, bitcast=True), 0x7FC00000)
+        upper = (bits + 0x8000) >> 16
+        high = upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        store_elements(planes[FIRST], slot, i_h, o_v, high, V, K, BK)
+        store_elements(planes[FIRST + 1], slot, i_h, o_v, (bits - (upper << 16)).to(tl.int16), V, K, BK)
+    elif KIND == "fp16":
+        kept = tl.where(b_s == b_s, clamp(b_s, 65504.0), b_s)
+        if STOCHASTIC:
+            kept = round_float(kept, random, 10, -14, True)
+        store_elements(planes[FIRST], slot, i_h, o_v, kept.to(tl.float16), V, K, BK)
+    elif KIND == "bf16":
+        kept = tl.where(b_s == b_s, clamp(b_s, 3.3895313892515355e38), b_s)
+        # by hand: the interpreter's conversion truncates
+        bits = round_float(kept, random, 7, -126, STOCHASTIC).to(tl.int32, bitcast=True)
+        high = tl.where(b_s == b_s, bits >> 16, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        store_elements(planes[FIRST], slot, i_h, o_v, high, V, K, BK)
+    else:
+        store_elements(planes[FIRST], slot, i_h, o_v, b_s, V, K, BK)
+
+
+@triton.jit
+def store_kind(
+    planes, slot, i_h, o_v, b_s, random, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+    KIND: tl.constexpr, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Store one kind, planes from FIRST on."""
+    if KIND == "fp8" or KIND == "int8" or KIND == "fp4" or KIND == "mxfp4":
+        store_scaled(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, KIND, FIRST, STOCHASTIC)
+    else:
+        store_float(planes, slot, i_h, o_v, b_s, random, V, K, BK, KIND, FIRST, STOCHASTIC)
+
+
+@triton.jit
+def store(
+    planes, slot, i_h, o_v, b_s, key, noise_slot, flush, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Encode rows o_v of a head, b_s [BV, BK] fp32, and store all planes.
+
+    | Name       | Shape | Dtype | Dir | Meaning                                                   |
+    | planes     | tuple |       | out | as in load_read                                           |
+    | key        | [2]   | int64 | in  | LayerState.key                                            |
+    | noise_slot |       |       | in  | the slot that noise is drawn for, and its flush number    |
+    """
+    STOCHASTIC: tl.constexpr = is_stochastic(FORMAT)
+    KIND: tl.constexpr = checkpoint_kind(FORMAT)
+    COPY: tl.constexpr = copy_kind(FORMAT)
+    FIRST: tl.constexpr = copy_planes(FORMAT)
+    random = 0
+    if STOCHASTIC:
+        random = noise(key, noise_slot, flush, i_h, o_v, V, K, BV, BK)
+    if KIND == "residual":
+        code, ratio = store_scaled(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, COPY, 0, False)
+        store_residual(planes, slot, i_h, o_v, code, ratio, random, V, K, BV, BK, FORMAT)
+    else:
+        if COPY is not None:
+            store_kind(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, COPY, 0, False)
+        store_kind(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, KIND, FIRST, STOCHASTIC)

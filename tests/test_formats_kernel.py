@@ -1,0 +1,62 @@
+"""The Triton twins of the storage formats: every plane and every value, bit for bit."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from test_formats import NAMES, states
+
+from replayssm import formats
+from replayssm.formats_kernel import load_read, load_update, store
+from replayssm.kernels import Pool
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+H, V = 2, 5
+
+
+@triton.jit
+def encode(state, planes, key, flushes, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr):
+    i_h, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_v, o_k = tl.arange(0, 8), tl.arange(0, BK)
+    p = state + ((slot * tl.num_programs(0) + i_h) * V + o_v[:, None]) * K + o_k
+    b_s = tl.load(p, mask=(o_v < V)[:, None] & (o_k < K), other=0.0)
+    store(planes, slot, i_h, o_v, b_s, key, slot, tl.load(flushes + slot), V, K, 8, BK, FORMAT)
+
+
+@triton.jit
+def decode(planes, read, update, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr):
+    i_h, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_v, o_k = tl.arange(0, 8), tl.arange(0, BK)
+    at = ((slot * tl.num_programs(0) + i_h) * V + o_v[:, None]) * K + o_k
+    mask = (o_v < V)[:, None] & (o_k < K)
+    tile, scale = load_read(planes, slot, i_h, o_v, V, K, 8, BK, FORMAT)
+    tl.store(read + at, tile * (tl.zeros([8], tl.float32) + scale)[:, None], mask=mask)
+    tl.store(update + at, load_update(planes, slot, i_h, o_v, V, K, 8, BK, FORMAT), mask=mask)
+
+
+@pytest.mark.parametrize("name, K", [*((name, 96) for name in NAMES if name != "fp64"), ("fp16+fp4/residual", 16)])
+def test_kernels_and_torch_agree_bit_for_bit(name: str, K: int, generator: torch.Generator) -> None:
+    fmt = formats.get(name)
+    state = states(generator, H, V, K).to(DEVICE)
+    n = len(state)
+    key = torch.tensor(formats.layer_key(7, 3), device=DEVICE)
+    slots, flushes = torch.arange(n, device=DEVICE), torch.arange(n, device=DEVICE) * 3 + 1
+    expected = fmt.encode(state, formats.noise_keys(key, slots, flushes))
+    planes = fmt.empty(n, H, V, K=K, device=DEVICE)
+    pools = tuple(Pool(plane, plane.stride(0)) for plane in planes)
+    sizes = {"V": V, "K": K, "BK": triton.next_power_of_2(K), "FORMAT": name}
+    encode[(H, n)](state, pools, key, flushes, **sizes)
+    for i, (got, right) in enumerate(zip(planes, expected, strict=True)):
+        assert torch.equal(_bits(got), _bits(right)), f"plane {i}"
+    read, update = torch.empty_like(state), torch.empty_like(state)
+    decode[(H, n)](pools, read, update, **sizes)
+    assert torch.equal(_bits(read), _bits(fmt.read(expected[: fmt.read_planes])))
+    assert torch.equal(_bits(update), _bits(fmt.update(expected)))
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """The bits, with one NaN for all."""
+    if not x.is_floating_point():
+        return x
+    x = torch.where(x.isnan(), torch.full_like(x, torch.nan), x)
+    return x.contiguous().view(torch.uint8)
