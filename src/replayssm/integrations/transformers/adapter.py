@@ -27,7 +27,7 @@ from transformers.cache_utils import Cache
 
 from replayssm import ConvGeometry, ReplayCache, decode_layer
 from replayssm.integrations.transformers.families import MIXERS, MODEL_TYPES, Family
-from replayssm.integrations.transformers.host_cache import Recipe, adopt, open_for_host, rows_of
+from replayssm.integrations.transformers.host_cache import ADOPTED, Recipe, adopt, open_for_host, rows_of
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # 5.24 and newer, then 5.17
 HOOK = "_replayssm"
@@ -110,6 +110,34 @@ def replay_cache(host_cache: Cache | None) -> ReplayCache | None:
     """The ReplayCache behind a host cache, one slot per batch row; None if it holds none (yet)."""
     rows = rows_of(host_cache)
     return None if rows is None else rows.cache
+
+
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The module of a model that owns `layers`, with or without recurrent ones among them.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for module in model.modules():
+        if isinstance(getattr(module, "layers", None), nn.ModuleList):
+            return module
+    raise ValueError(f"replayssm: model type {model.config.model_type!r} has no list of layers.")
+
+
+def recipe_of(decoder: Any) -> Recipe | None:
+    """What the caches of an enabled model are made of; None for a decoder without recurrent layers.
+
+    Raises:
+        ValueError: it has recurrent layers and is not enabled.
+    """
+    hook: DecoderHook | None = decoder.__dict__.get(HOOK)
+    if hook is not None:
+        return _placed(hook.recipe, decoder)
+    if any(type(layer) in ADOPTED for layer in DynamicCache(config=decoder.config).layers):
+        raise ValueError(
+            "generate: the model's recurrent layers keep states that can't go back: call enable(model) first."
+        )
+    return None
 
 
 def _recurrent_layers(model: PreTrainedModel) -> tuple[PreTrainedModel, list[Any]]:
@@ -217,6 +245,8 @@ def _decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     batch, tokens = inputs.shape[:2]
     rows = rows_of(cache) or adopt(cache, _placed(hook.recipe, self))
     rows.require(batch)
+    if rows.step is not None:  # begun by the caller, who also commits it
+        return hook.host_forward(**call)
     valid = _valid(call.get("attention_mask"), tokens)
     recording = cache.layers[rows.recipe.layer_indices[0]].record_past
     pieces = _pieces(tokens, rows.cache is not None, rows.recipe.max_tokens, recording, valid)
