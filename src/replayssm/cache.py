@@ -345,23 +345,34 @@ class ReplayCache:
 
     # ---- what happens to a slot between steps ----
 
-    def flush(self, slots: Tensor | None = None) -> None:
-        """Fold committed records into the checkpoint, in every layer: of these slots, or (None) of those full."""
+    def flush(self, slots: Tensor | None = None, keep: int = 0) -> None:
+        """Fold committed records into the checkpoint, in every layer: of these slots, or (None) of those full.
+
+        Args:
+            keep: how many of the newest records stay in the ring, where trim can forget them.
+        """
         where = f"{self.recurrence.name}.flush"
         if slots is None:
             slots = ring.due(self.cursors, 1).nonzero().squeeze(1)
         slots = checks.slots(where, slots, self.num_slots, self.device)
+        if keep < 0:
+            raise ValueError(f"{where}: keep must be a number of records, 0 or more; got {keep}.")
         self._check_live(where, slots)
-        cursors = self.cursors.at(slots)
-        slots = slots[cursors.num_committed > 0]
+        slots = slots[self.cursors.num_committed[slots] > 0]
         if not len(slots):
             return
         cursors = self.cursors.at(slots)
+        folded = (cursors.num_committed - keep).clamp(min=0)
         for layer in self.layers:
             for block in self._blocks(len(slots)):
-                rows = slots[block], cursors.ring_start[block], cursors.num_committed[block]
+                rows = slots[block], cursors.ring_start[block], folded[block]
                 self.implementation.flush(self.recurrence, self.format, layer, *rows)
-        self.cursors.put(slots, ring.flush(cursors, self.sizes))
+            if keep and layer.ring.back.numel():  # what those that stay would correct is in the checkpoint
+                order = torch.arange(self.sizes.ring, device=self.device)
+                gone = ring.ages(cursors.ring_start, self.sizes.ring) < folded[:, None]
+                at, place = gone.nonzero(as_tuple=True)
+                layer.ring.back[slots[at], :, :, order[place]] = 0
+        self.cursors.put(slots, ring.flush(cursors, self.sizes, folded))
 
     def trim(self, slots: Tensor, n: Tensor | Sequence[int] | int) -> None:
         """Forget the newest n committed records of every slot: state and convolution window go back together.

@@ -62,7 +62,8 @@ def enable(
 
     Args:
         model: in eval mode, of one of the supported types.
-        window: how many tokens may wait in the ring before they are folded into the checkpoint.
+        window: how many tokens may wait in the ring before they are folded into the checkpoint; at least max_tokens
+            is taken, since the newest max_tokens must not be folded yet.
         format: how the checkpoint is stored, see replayssm.formats.
         max_tokens: tokens per row that one replayed forward may bring. With drafts + 1 here, assisted generation
             (prompt lookup, an assistant model) works, which Transformers refuses for recurrent models.
@@ -82,6 +83,7 @@ def enable(
     families = [MIXERS[type(mixer).__name__] for mixer in mixers]
     recipe = _recipe(decoder, mixers, families[0], window, format, max_tokens, staggered)
     recipe.cache(1)  # the core's own checks of format, window and sizes
+    recipe = recipe._replace(window=max(window, max_tokens))
 
     disable(model)
     for index, (mixer, family) in enumerate(zip(mixers, families, strict=True)):

@@ -30,7 +30,7 @@ from transformers.cache_utils import (
     StaticCache,
 )
 
-from replayssm import ConvGeometry, Geometry, ReplayCache
+from replayssm import ConvGeometry, Geometry, ReplayCache, ring
 
 
 class Recipe(NamedTuple):
@@ -139,6 +139,9 @@ class Rows:
     def stepping(self, tokens: int, valid: Tensor | None) -> Iterator[None]:
         """One replayed step of the whole model: what it appends counts when its block ends without an error.
 
+        A step of fewer tokens than max_tokens flushes by itself and keeps some, so that the newest max_tokens stay
+        removable: an assistant model drafts token by token, and its host takes drafts back by the piece.
+
         Args:
             valid: [B, T], nonzero where a column holds a token of its row; None: everywhere.
         """
@@ -149,6 +152,10 @@ class Rows:
             if tokens > 1:
                 self.order = valid.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
                 self.back = self.order.argsort(dim=1)
+        keep = self.recipe.max_tokens - tokens
+        if keep:
+            due = ring.due(self.cache.cursors.at(self.slots), tokens)
+            self.cache.flush(self.slots[due], keep)
         try:
             self.begin(tokens, lengths)
             yield
