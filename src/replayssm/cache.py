@@ -496,25 +496,27 @@ class ReplayCache:
             cursors=size(*self.cursors),
         )
 
-    def bytes_per_token(self) -> Traffic:
-        """State traffic of plain decoding: checkpoint read, ring read at its mean fill, record written, flush / window.
+    def bytes_per_token(self, tokens: int = 1, accepted: float = 1.0) -> Traffic:
+        """State traffic of steps that bring `tokens` tokens, of which `accepted` count on average, per counted token:
+        checkpoint read, ring read at its mean fill, records written, flush / window.
 
-        The convolution reads its W - 1 newest inputs and writes one.
+        The convolution reads its W - 1 newest inputs and writes the new ones.
         """
         H, _, V, K = self.geometry
         elements = H * V * K
         one = self._new_layer(1).ring
         per_record = sum(pool.numel() * pool.element_size() for pool in one) / self.sizes.ring
-        fill = (self.window + 1) / 2  # records that a token sees, itself included, mean over a window
-        back = one.back.numel() * one.back.element_size() / self.sizes.ring * (1 - fill / self.sizes.ring)
+        fill = (self.window - 1) / 2 + tokens  # records that a step sees, its own included, mean over a window
+        back = one.back.numel() * one.back.element_size() / self.sizes.ring * max(0.0, 1 - fill / self.sizes.ring)
         inputs = (self.conv.channels if self.conv else 0) * self.dtype.itemsize
         stored = elements * self.format.stored_bytes
+        flushes = accepted / self.window  # per step
         read = elements * self.format.read_bytes + fill * (per_record - back)
         # a kernel that has just read a checkpoint for its tokens folds what it holds
         again = stored - elements * self.format.read_bytes if self.implementation.on_device else stored
-        read += (again + self.window * per_record) / self.window + inputs * (self.conv.width - 1 if self.conv else 0)
-        written = per_record + stored / self.window + inputs
-        return Traffic(read * len(self.layers), written * len(self.layers))
+        read += flushes * (again + self.window * per_record) + inputs * (self.conv.width - 1 if self.conv else 0)
+        written = tokens * (per_record + inputs) + flushes * stored
+        return Traffic(read * len(self.layers) / accepted, written * len(self.layers) / accepted)
 
     # ---- inside ----
 

@@ -122,11 +122,13 @@ class NGram:
         for index, new, count in zip(self._rows, news.tokens.tolist(), counts, strict=True):
             index.extend(new[:count])
             trees.append(self._tree(index) if count else ([], []))
-        width = max(1, *(len(tokens) for tokens, _ in trees))
+        width = max(len(tokens) for tokens, _ in trees)
         tokens = [row + [0] * (width - len(row)) for row, _ in trees]
         parent = [row + list(range(len(row) - 1, width - 1)) for _, row in trees]
         lengths = [len(row) for row, _ in trees]
-        return Drafts(*(torch.tensor(x, device=self._device) for x in (tokens, parent, lengths)), None)
+        return Drafts(
+            *(torch.tensor(x, dtype=torch.long, device=self._device) for x in (tokens, parent, lengths)), None
+        )
 
     def _tree(self, index: "_Index") -> tuple[list[int], list[int]]:
         """Tokens and parents."""
@@ -160,7 +162,7 @@ class NGram:
         return tokens, parent
 
     def _matches(self, index: "_Index") -> Any:
-        """(text, where it goes on) of every earlier place with the same newest tokens, longest match and newest first."""
+        """(text, where it goes on) of earlier places with the same newest tokens; longest match first, then newest."""
         seen = set()
         for n in range(min(self.most, len(index.text) - 1), self.least - 1, -1):
             key = tuple(index.text[-n:])

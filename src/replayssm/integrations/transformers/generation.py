@@ -18,8 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from replayssm import ReplayCache
 from replayssm.integrations.transformers.drafts import (
     Drafts,
     DraftSource,
@@ -45,6 +52,7 @@ class Generation:
         drafted: [B] draft tokens that were verified; accepted: [B] those that counted.
         seconds: from the end of prefill (the draft model's too) to the last token.
         logits: [B, N, vocabulary] what each new token was chosen from, if asked for; NaN behind a row's end.
+        cache: the model's ReplayCache, one slot per row; None for a model without recurrent layers.
     """
 
     sequences: Tensor
@@ -54,6 +62,7 @@ class Generation:
     accepted: Tensor
     seconds: float
     logits: Tensor | None
+    cache: ReplayCache | None
 
     @property
     def acceptance_length(self) -> float:
@@ -399,4 +408,6 @@ def _collect(
         for b, row_logits in enumerate(kept):
             whole[b, : len(row_logits)] = torch.stack(row_logits)
     lengths_tensor = torch.tensor(lengths, device=device)
-    return Generation(torch.cat([ids, new], 1), lengths_tensor, taken_part, drafted, accepted, seconds, whole)
+    sequences, replayed = torch.cat([ids, new], 1), rounds.batch.rows
+    cache = None if replayed is None else replayed.cache
+    return Generation(sequences, lengths_tensor, taken_part, drafted, accepted, seconds, whole, cache)

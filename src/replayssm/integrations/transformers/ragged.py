@@ -116,7 +116,7 @@ class RaggedBatch:
         self.model, self.decoder, self.max_tokens = model, decoder, max_tokens
         names = inspect.signature(model.forward).parameters
         self._cache_name = next(name for name in CACHE_NAMES if name in names)
-        self._takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
+        self._takes_positions = "position_ids" in inspect.signature(type(decoder).forward).parameters
         self.cache: Any = DynamicCache(config=decoder.config)
         recipe = recipe_of(decoder)
         self.rows: Rows | None = None
