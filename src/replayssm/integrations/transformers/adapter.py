@@ -126,6 +126,11 @@ def decoder_of(model: PreTrainedModel) -> Any:
     raise ValueError(f"replayssm: model type {model.config.model_type!r} has no list of layers.")
 
 
+def is_recurrent(decoder: Any) -> bool:
+    """Whether its cache holds states, which can't go back unless the model is enabled."""
+    return any(type(layer) in ADOPTED for layer in DynamicCache(config=decoder.config).layers)
+
+
 def recipe_of(decoder: Any) -> Recipe | None:
     """What the caches of an enabled model are made of; None for a decoder without recurrent layers.
 
@@ -135,7 +140,7 @@ def recipe_of(decoder: Any) -> Recipe | None:
     hook: DecoderHook | None = decoder.__dict__.get(HOOK)
     if hook is not None:
         return _placed(hook.recipe, decoder)
-    if any(type(layer) in ADOPTED for layer in DynamicCache(config=decoder.config).layers):
+    if is_recurrent(decoder):
         raise ValueError(
             "generate: the model's recurrent layers keep states that can't go back: call enable(model) first."
         )

@@ -8,6 +8,7 @@ returns; `generation.verify` needs to know which, to keep the model's own distri
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -77,7 +78,8 @@ def nodes(shape: Sequence[int]) -> int:
 
 def parents(shape: Sequence[int]) -> list[int]:
     """Every draft's parent, level by level; -1 on the first."""
-    found, above = [], [-1]
+    found: list[int] = []
+    above = [-1]
     for width in shape:
         first = len(found)
         found += [parent for parent in above for _ in range(width)]
@@ -126,9 +128,8 @@ class NGram:
         tokens = [row + [0] * (width - len(row)) for row, _ in trees]
         parent = [row + list(range(len(row) - 1, width - 1)) for _, row in trees]
         lengths = [len(row) for row, _ in trees]
-        return Drafts(
-            *(torch.tensor(x, dtype=torch.long, device=self._device) for x in (tokens, parent, lengths)), None
-        )
+        as_tensor = partial(torch.tensor, dtype=torch.long, device=self._device)
+        return Drafts(as_tensor(tokens), as_tensor(parent), as_tensor(lengths), None)
 
     def _tree(self, index: "_Index") -> tuple[list[int], list[int]]:
         """Tokens and parents."""
@@ -137,7 +138,8 @@ class NGram:
         children: dict[int, dict[int, int]] = {-1: {}}
         depth, text = len(self.shape), index.text
         for source, end in self._matches(index):
-            node, continuation = -1, []
+            node = -1
+            continuation: list[int] = []
             for level in range(depth):
                 at = end + level
                 if at < len(source):

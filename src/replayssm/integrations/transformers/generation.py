@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from replayssm import ReplayCache
+from replayssm.integrations.transformers.adapter import decoder_of
 from replayssm.integrations.transformers.drafts import (
     Drafts,
     DraftSource,
@@ -165,8 +166,7 @@ def draft_source(model: PreTrainedModel, draft: Any, tree: int | Sequence[int]) 
     if draft == "ngram":
         return NGram(shape)
     if draft == "mtp":
-        batch = RaggedBatch(model, 1)
-        return HeadDraft(load_head(batch.decoder, Path(model.name_or_path)), model, shape)
+        return HeadDraft(load_head(decoder_of(model), Path(model.name_or_path)), model, shape)
     if isinstance(draft, str):
         raise ValueError(f'generate: draft must be "ngram", "mtp", a model or a DraftSource; got {draft!r}.')
     check_same_tokens(model, draft)
