@@ -71,7 +71,7 @@ class Stray:
     def note_text(self, reference: Reference, new: Tensor) -> None:
         """The new tokens [N]."""
         want = reference.text[reference.prompt :]
-        self.equal += int((new[: len(want)] == want).sum())
+        self.equal += int((new[: len(want)].to(want.device) == want).sum())
         self.compared += len(want)
 
 

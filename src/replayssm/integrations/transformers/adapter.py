@@ -115,15 +115,18 @@ def replay_cache(host_cache: Cache | None) -> ReplayCache | None:
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
-    """The module of a model that owns `layers`, with or without recurrent ones among them.
+    """The module of a model that owns `layers`: the one with recurrent layers, or the first where none has any.
 
     Raises:
         ValueError: there is none.
     """
-    for module in model.modules():
-        if isinstance(getattr(module, "layers", None), nn.ModuleList):
+    owners = [module for module in model.modules() if isinstance(getattr(module, "layers", None), nn.ModuleList)]
+    for module in owners:
+        if any(type(part).__name__ in MIXERS for part in module.layers.modules()):
             return module
-    raise ValueError(f"replayssm: model type {model.config.model_type!r} has no list of layers.")
+    if not owners:
+        raise ValueError(f"replayssm: model type {model.config.model_type!r} has no list of layers.")
+    return owners[0]
 
 
 def is_recurrent(decoder: Any) -> bool:
@@ -149,12 +152,10 @@ def recipe_of(decoder: Any) -> Recipe | None:
 
 def _recurrent_layers(model: PreTrainedModel) -> tuple[PreTrainedModel, list[Any]]:
     """The decoder and its mixers, in the order of its layers."""
-    for module in model.modules():
-        layers = getattr(module, "layers", None)
-        if isinstance(layers, nn.ModuleList):
-            mixers: list[Any] = [part for part in layers.modules() if type(part).__name__ in MIXERS]
-            if mixers:
-                return module, sorted(mixers, key=lambda mixer: mixer.layer_idx)
+    decoder = decoder_of(model)
+    mixers: list[Any] = [part for part in decoder.layers.modules() if type(part).__name__ in MIXERS]
+    if mixers:
+        return decoder, sorted(mixers, key=lambda mixer: mixer.layer_idx)
     raise ValueError(
         f"enable: model type {model.config.model_type!r} has no recurrent layer that replayssm knows; supported are "
         f"{MODEL_TYPES}."

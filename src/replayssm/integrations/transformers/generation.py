@@ -96,7 +96,8 @@ def generate(
         input_ids: [B, L], padded on the left; attention_mask: [B, L], 0 where padding is. None: no padding.
         draft: None (plain decoding), "ngram" (the row's own text), "mtp" (the head in the model's folder), a smaller
             model with the same tokenizer (enabled, if it has recurrent layers), or a DraftSource of your own.
-        tree: n for a chain of n drafts, (n_1, n_2, ...) for a tree whose nodes at depth i have n_i children.
+        tree: n for a chain of n drafts, (n_1, n_2, ...) for a tree whose nodes at depth i have n_i children; a
+            DraftSource of your own has its own shape.
         max_new_tokens: per row.
         temperature: 0 is greedy. top_k, top_p: as in Transformers; 0 and 1 mean no limit.
         generator: of the sampling, on the model's device.
@@ -174,7 +175,9 @@ def draft_source(model: PreTrainedModel, draft: Any, tree: int | Sequence[int]) 
 
 
 def check_same_tokens(model: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Refuse a draft model whose token ids mean something else, as far as both models tell."""
+    """Refuse a draft model whose token ids mean something else, as far as both models tell, or that is elsewhere."""
+    if draft.device != model.device:
+        raise ValueError(f"generate: the draft model must be on {model.device} with the model; got {draft.device}.")
     sizes = [m.get_output_embeddings().weight.shape[0] for m in (model, draft)]
     if sizes[0] != sizes[1]:
         raise ValueError(
