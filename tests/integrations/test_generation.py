@@ -14,14 +14,14 @@ import replayssm
 from replayssm.integrations.transformers.drafts import (
     Drafts,
     HeadDraft,
+    Levels,
     ModelDraft,
     News,
     NGram,
-    _Levels,
     nodes,
     parents,
 )
-from replayssm.integrations.transformers.generation import _Rounds, _Sampler, generate, verify
+from replayssm.integrations.transformers.generation import Rounds, Sampler, generate, verify
 from replayssm.integrations.transformers.mtp import MTPHead
 from replayssm.integrations.transformers.ragged import RaggedBatch
 
@@ -107,7 +107,7 @@ def test_logits_states_and_windows_in_every_round(family: str) -> None:
         text, whole = torch.cat([text, new], 1), torch.cat([whole, torch.ones_like(new)], 1)
     with replayed(model), replayed(similar(make(family))) as draft:
         batch = RaggedBatch(model, 1 + nodes(TREE))
-        rounds = _Rounds(batch, ModelDraft(draft, TREE), _Sampler(0, 0, 1, None), ids, mask)
+        rounds = Rounds(batch, ModelDraft(draft, TREE), Sampler(0, 0, 1, None), ids, mask)
         made = torch.zeros(3, dtype=torch.long)
         for new, counts, logits in rounds:
             for b, count in enumerate(counts.tolist()):
@@ -251,7 +251,7 @@ def test_verify_keeps_the_models_distribution(shape: object) -> None:
         parent = torch.tensor([-1, -1, 0, 0, 1, -1]).expand(rows, -1)
         drafts = Drafts(fixed, parent, torch.full((rows,), 6), None)
     else:
-        levels = _Levels(shape, rows, lambda x: x, generator)
+        levels = Levels(shape, rows, lambda x: x, generator)
         newest = root[:, None]
         while not levels.done:
             newest = levels.choose(q[newest])

@@ -6,7 +6,7 @@
 
 Checked in every round: the log-probabilities that every token was chosen from, the recurrent state and the convolution
 window of every layer, against those of the host after the same number of tokens. Tokens are compared to the end.
-Speed: tokens per second from the end of prefill, the fastest of `repeats` runs for each batch.
+Speed: tokens per second from the end of prefill, the fastest of `repeats` runs for each batch; with 0 there is none.
 """
 
 from __future__ import annotations
@@ -47,7 +47,14 @@ class Stray:
 
     def __init__(self) -> None:
         self.logprob = self.state = self.window = 0.0
-        self.states = self.equal = self.compared = 0
+        self.states = self.equal = self.compared = self.forwards = 0
+
+    def add(self, other: Stray) -> None:
+        """Both together."""
+        for name in ("logprob", "state", "window"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+        for name in ("states", "equal", "compared", "forwards"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def note_state(self, reference: Reference, tokens: int, rows: Any, row: int) -> None:
         """Every layer of one row, which has taken in `tokens` tokens."""
@@ -103,15 +110,16 @@ def check_replayssm(
 ) -> Stray:
     """Every round of replayssm.generate for a batch."""
     from replayssm.integrations.transformers.drafts import nodes
-    from replayssm.integrations.transformers.generation import _Rounds, _Sampler, draft_source
+    from replayssm.integrations.transformers.generation import Rounds, Sampler, draft_source
     from replayssm.integrations.transformers.ragged import RaggedBatch
 
     source = None if draft is None else draft_source(model, draft.source, draft.shape)
     batch = RaggedBatch(model, 1 + (0 if draft is None else nodes(draft.shape)))
     stray, N = Stray(), len(references[0].logprobs)
     made: list[list[int]] = [[] for _ in references]
-    rounds = _Rounds(batch, source, _Sampler(0.0, 0, 1.0, None), inputs["input_ids"], inputs["attention_mask"])
-    for tokens, counts, logits in rounds:
+    rounds = Rounds(batch, source, Sampler(0.0, 0, 1.0, None), inputs["input_ids"], inputs["attention_mask"])
+    for i, (tokens, counts, logits) in enumerate(rounds):
+        stray.forwards += int(rounds.alive.sum()) if i else 0  # the first is prefill
         for b, count in enumerate(counts.tolist()):
             for j in range(count):
                 stray.note_logits(references[b], len(made[b]), logits[b, j])
@@ -249,8 +257,8 @@ def _rows(
         print({k: round(v, 8) if isinstance(v, float) else v for k, v in line.items()}, flush=True)
         return line
 
-    def through_transformers(**options: Any) -> float:
-        """Seconds over all prompts, one at a time."""
+    def through_transformers(**options: Any) -> float | None:
+        """Tokens per second over all prompts, one at a time."""
         total = 0.0
         for prompt in asked:
             fastest = float("inf")
@@ -261,9 +269,10 @@ def _rows(
                 )
                 fastest = min(fastest, clock.seconds())
             total += fastest
-        return total
+        return N / total if repeats else None
 
-    yield row("host", 1, None, None, None, tokens_per_second=N / through_transformers(), tokens_per_forward=1.0)
+    if repeats:
+        yield row("host", 1, None, None, None, tokens_per_second=through_transformers(), tokens_per_forward=1.0)
 
     loaded = [
         load_draft(host, name.format(model=folder), shape, window=window, format="fp32")
@@ -292,7 +301,7 @@ def _rows(
             with watching(model, reference, stray):
                 made = model.generate(**host.inputs([prompt]), max_new_tokens=new_tokens, do_sample=False, **options)
             stray.note_text(reference, made[0, reference.prompt :])
-        speed = N / through_transformers(**options)
+        speed = through_transformers(**options)
         disable(model)
         yield row("transformers", 1, drafting.name, str(depth), stray, tokens_per_second=speed)
 
@@ -310,15 +319,12 @@ def _through_replayssm(
     from replayssm.integrations.transformers import disable, enable, generate
 
     model, new_tokens = host.model, len(references[0].logprobs)
-    whole, seconds, made, forwards = Stray(), 0.0, 0, 0
+    whole, seconds = Stray(), 0.0
     enable(model, window=window)
     for first in range(0, len(asked), rows):
         inputs = host.inputs(asked[first : first + rows])
         stray = check_replayssm(model, references[first : first + rows], inputs, drafting)
-        for name in ("logprob", "state", "window"):
-            setattr(whole, name, max(getattr(whole, name), getattr(stray, name)))
-        for name in ("states", "equal", "compared"):
-            setattr(whole, name, getattr(whole, name) + getattr(stray, name))
+        whole.add(stray)
         fastest = float("inf")
         for _ in range(repeats):
             got = generate(
@@ -332,10 +338,9 @@ def _through_replayssm(
             )
             fastest = min(fastest, got.seconds)
         seconds += fastest
-        made += len(got.lengths) * (new_tokens - 1)
-        forwards += int(got.rounds.sum())
     disable(model)
-    speed = {"tokens_per_second": made / seconds, "tokens_per_forward": made / forwards}
+    made = len(asked) * (new_tokens - 1)
+    speed = {"tokens_per_forward": made / whole.forwards, "tokens_per_second": made / seconds if repeats else None}
     if drafting is None:
         return row("replayssm", rows, None, None, whole, **speed)
     return row("replayssm", rows, drafting.name, "x".join(map(str, drafting.shape)), whole, **speed)

@@ -197,7 +197,7 @@ class _Index:
 # ---- models ----
 
 
-class _Levels:
+class Levels:
     """A tree drafted level by level from logits: the part that a model and a prediction head share."""
 
     def __init__(self, shape: Shape, rows: int, probabilities: Probabilities | None, generator: Any) -> None:
@@ -259,7 +259,7 @@ class ModelDraft:
         order = torch.arange(news.tokens.shape[1], device=news.tokens.device)
         batch.commit(torch.where(order < news.counts[:, None], order, -1))
         last = (news.counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, logits.shape[2])
-        levels = _Levels(self.shape, *self._levels)
+        levels = Levels(self.shape, *self._levels)
         levels.choose(logits.gather(1, last))
         while not levels.done:
             tokens, width = torch.cat(levels.tokens, 1), levels.tokens[-1].shape[1]
@@ -312,7 +312,7 @@ class HeadDraft:
     def propose(self, news: News) -> Drafts:
         """Level by level, every level's entries behind those before."""
         hidden, columns = self._enter(news), self._columns
-        levels = _Levels(self.shape, *self._levels)
+        levels = Levels(self.shape, *self._levels)
         tokens = levels.choose(self.output(hidden))
         kin = ring.ancestors(levels.parent).to(tokens.device)
         end = 0

@@ -111,11 +111,11 @@ def generate(
     """
     ids, mask = _checked_prompts(input_ids, attention_mask, streamer, max_new_tokens)
     source = draft_source(model, draft, tree)
-    sampler = _Sampler(temperature, top_k, top_p, generator)
+    sampler = Sampler(temperature, top_k, top_p, generator)
     batch = RaggedBatch(model, 1 + (nodes(source.shape) if source else 0))
     ends = _ends(model, eos_token_id)
-    with torch.inference_mode():
-        rounds = _Rounds(batch, source, sampler, ids, mask)
+    with torch.no_grad():
+        rounds = Rounds(batch, source, sampler, ids, mask)
         return _collect(rounds, ids, ends, max_new_tokens, stopping_criteria, streamer, output_logits)
 
 
@@ -205,7 +205,7 @@ def _ends(model: PreTrainedModel, given: int | Sequence[int] | None) -> set[int]
     return set() if given is None else {given} if isinstance(given, int) else set(given)
 
 
-class _Sampler:
+class Sampler:
     """How a token is chosen from logits."""
 
     def __init__(self, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None) -> None:
@@ -277,17 +277,16 @@ def verify(
             rest = torch.where(total > 0, rest / total, p)
             p = torch.where(taken[:, None], scores[:, j + 1], torch.where(tried[:, None], rest, p))
         node = torch.where(taken, j + 1, node)
-        path[rows, count.clamp(max=path.shape[1] - 1)] = torch.where(
-            taken, j + 1, path[rows, count.clamp(max=path.shape[1] - 1)]
-        )
+        path[rows, count] = torch.where(taken, j + 1, path[rows, count])
         count = count + taken
     if best is not None:
         return path, best[rows, node]
     return path, torch.multinomial(p, 1, generator=generator).squeeze(1)
 
 
-class _Rounds:
-    """The rounds of one batch: every item is what it adds to the rows, tokens [B, N] with counts [B] and logits.
+class Rounds:
+    """The rounds of one batch. Iterating gives what each adds: tokens [B, N], of which the first counts [B] of every
+    row are new, and the logits [B, N, vocabulary] that they were chosen from.
 
     Attributes:
         alive: bool [B]; set a row to False to end it.
@@ -295,7 +294,7 @@ class _Rounds:
     """
 
     def __init__(
-        self, batch: RaggedBatch, source: DraftSource | None, sampler: _Sampler, ids: Tensor, mask: Tensor
+        self, batch: RaggedBatch, source: DraftSource | None, sampler: Sampler, ids: Tensor, mask: Tensor
     ) -> None:
         self.batch, self.source, self.sampler = batch, source, sampler
         self.alive = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
@@ -361,7 +360,7 @@ class _Rounds:
 
 
 def _collect(
-    rounds: _Rounds,
+    rounds: Rounds,
     ids: Tensor,
     ends: set[int],
     max_new_tokens: int,
