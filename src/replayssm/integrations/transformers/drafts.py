@@ -7,7 +7,7 @@ returns; `generation.verify` needs to know which, to keep the model's own distri
 `shape` = (n_1, n_2, ...): n_1 first tokens, each with n_2 continuations, and so on; (1, 1, 1, 1) is a chain of four.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -148,7 +148,7 @@ class NGram:
                     token = continuation[at - len(source)]  # a text that repeats itself up to its end goes on repeating
                 else:
                     break
-                if token is None:
+                if token < 0:  # the end of a text in the corpus
                     break
                 continuation.append(token)
                 if token not in children[node]:
@@ -163,7 +163,7 @@ class NGram:
                 break
         return tokens, parent
 
-    def _matches(self, index: "_Index") -> Any:
+    def _matches(self, index: "_Index") -> Iterator[tuple[list[int], int]]:
         """(text, where it goes on) of earlier places with the same newest tokens; longest match first, then newest."""
         seen = set()
         for n in range(min(self.most, len(index.text) - 1), self.least - 1, -1):
@@ -179,7 +179,8 @@ class _Index:
     """A text, and where each of its n-grams ends."""
 
     def __init__(self, most: int) -> None:
-        self.most, self.text = most, []  # type: ignore[var-annotated]
+        self.most = most
+        self.text: list[int] = []
         self.ends: dict[tuple[int, ...], list[int]] = {}
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -191,7 +192,7 @@ class _Index:
 
     def cut(self) -> None:
         """What follows does not continue what is there."""
-        self.text.append(None)
+        self.text.append(-1)
 
 
 # ---- models ----
@@ -227,9 +228,11 @@ class Levels:
 
     @property
     def done(self) -> bool:
+        """Whether every level has its tokens."""
         return len(self.tokens) == len(self.shape)
 
     def drafts(self, alive: Tensor) -> Drafts:
+        """The whole tree, for rows that are `alive` [B]."""
         tokens = torch.cat(self.tokens, 1)
         drawn_from = torch.cat(self._drawn_from, 1) if self._drawn_from else None
         return Drafts(tokens, self.parent.to(tokens.device), alive * tokens.shape[1], drawn_from)
