@@ -1,6 +1,7 @@
 """replayssm.generate: drafts change how fast tokens come, not which (greedy) or how they are distributed (sampling)."""
 
 import copy
+import json
 from collections.abc import Callable
 
 import pytest
@@ -22,7 +23,7 @@ from replayssm.integrations.transformers.drafts import (
     parents,
 )
 from replayssm.integrations.transformers.generation import Rounds, Sampler, generate, verify
-from replayssm.integrations.transformers.mtp import MTPHead
+from replayssm.integrations.transformers.mtp import MTPHead, load_head
 from replayssm.integrations.transformers.ragged import RaggedBatch
 
 __all__ = ["_no_gradients"]
@@ -165,6 +166,20 @@ def test_prediction_head_equals_plain_greedy(headed: Callable, family: str, tree
         got = generate(model, ids, mask, draft="mtp", tree=tree, max_new_tokens=12)
     assert torch.equal(got.sequences, want)
     assert (got.drafted % nodes((1,) * tree if isinstance(tree, int) else tree) == 0).all()
+
+
+def test_a_head_is_found_in_the_shards_of_a_checkpoint(tmp_path) -> None:
+    """Only those that the index names are opened."""
+    model = make("qwen3_next")
+    head = MTPHead(model.model)
+    head.save(tmp_path / "model-2.safetensors", torch.float32)
+    (tmp_path / "model-1.safetensors").write_bytes(b"not opened")
+    names = {f"mtp.{name}": "model-2.safetensors" for name in head.state_dict()} | {
+        "lm_head.weight": "model-1.safetensors"
+    }
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    loaded = load_head(model.model, tmp_path)
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in head.state_dict().items())
 
 
 def test_prediction_head_goes_on_as_if_it_had_read_the_text_at_once(headed: Callable) -> None:
