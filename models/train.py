@@ -1,4 +1,4 @@
-"""Train, evaluate and export the two small hybrid models of this folder.
+"""Train, evaluate and export the small hybrid models of this folder, and what drafts tokens for them.
 
 What: NemotronH-style (Mamba-2 + attention + MLP) and Qwen3.5-style (Gated DeltaNet + gated attention) models of
 about 4.7 M parameters, trained from scratch on streams of gsm_symbolic word problems (reasoning-gym 0.1.25):
@@ -11,7 +11,10 @@ rest with AdamW; the learning rate follows the wall clock, so a run ends when it
 Dtypes: fp32 weights and residual stream, bf16 matrix products, fp32 (TF32 products) recurrences. The exported
 weights are rounded to bf16 and evaluated after rounding, in fp32.
 
-Commands: tokenizer, train, evaluate, stream, write-heldout, init, curve. README.md has the exact lines.
+Drafts: `train --draft` makes a smaller sibling (about 1.5 M parameters, a layer of each kind); `train-mtp` trains a
+multi-token-prediction head on a finished qwen3.5 model, whose weights stay as they are, unrolled as it will draft.
+
+Commands: tokenizer, train, train-mtp, evaluate, stream, write-heldout, init, curve. README.md has the exact lines.
 """
 
 import hashlib
@@ -37,6 +40,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from replayssm.integrations.transformers.mtp import MTPHead
 
 HERE = Path(__file__).parent
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the data workers are forks
@@ -144,7 +149,8 @@ def train_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     )
 
 
-def configuration(arch: str, tokenizer) -> transformers.PreTrainedConfig:
+def configuration(arch: str, tokenizer, draft: bool = False) -> transformers.PreTrainedConfig:
+    """Of the model itself, or of its smaller sibling: one layer of each kind, of the same widths."""
     shared = {
         "vocab_size": len(tokenizer),
         "hidden_size": 256,
@@ -159,7 +165,7 @@ def configuration(arch: str, tokenizer) -> transformers.PreTrainedConfig:
     }
     if arch == "nemotron-h":
         return transformers.NemotronHConfig(
-            hybrid_override_pattern="M-M-M*-M-M*-M-",
+            hybrid_override_pattern="M-*-" if draft else "M-M-M*-M-M*-M-",
             mamba_num_heads=4,
             mamba_head_dim=64,
             ssm_state_size=128,
@@ -167,13 +173,13 @@ def configuration(arch: str, tokenizer) -> transformers.PreTrainedConfig:
             expand=1,
             conv_kernel=4,
             chunk_size=64,
-            intermediate_size=608,
+            intermediate_size=512 if draft else 608,
             time_step_min=1e-20,  # Transformers clamps steps at it in the chunked form only: too small to matter
             **shared,
         )
     return transformers.Qwen3_5TextConfig(
-        num_hidden_layers=8,
-        full_attention_interval=4,
+        num_hidden_layers=2 if draft else 8,
+        full_attention_interval=2 if draft else 4,
         linear_key_head_dim=64,
         linear_value_head_dim=64,
         linear_num_key_heads=2,
@@ -184,9 +190,9 @@ def configuration(arch: str, tokenizer) -> transformers.PreTrainedConfig:
     )
 
 
-def new_model(arch: str, tokenizer) -> transformers.PreTrainedModel:
+def new_model(arch: str, tokenizer, draft: bool = False) -> transformers.PreTrainedModel:
     """Random weights; steps dt start log-uniform in [0.001, 0.1] and decay rates uniform in [1, 16], as in Mamba-2."""
-    model = AutoModelForCausalLM.from_config(configuration(arch, tokenizer), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(configuration(arch, tokenizer, draft), dtype=torch.float32)
     for module in model.modules():
         if hasattr(module, "A_log"):
             dt = torch.exp(torch.empty_like(module.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)))
@@ -373,11 +379,93 @@ def tokenizer(out: Path, vocab_size: int = 1024):
     train_tokenizer(vocab_size).save_pretrained(out)
 
 
+def started_log(arch: str, module: torch.nn.Module) -> dict:
+    """What training.json says before the first step."""
+    parameters = sum(p.numel() for p in module.parameters())
+    return {"arch": arch, "parameters": parameters, "runs": [], "curve": [], "tokens": 0, "steps": 0}
+
+
+def fit(loss, module, log: dict, run: dict, workers: int, max_steps: int, report_every: float) -> None:
+    """Minimise loss(ids, weights) over the parameters of `module` for run["minutes"]; counts and curve go into log.
+
+    Args:
+        loss: (ids [B, T + 1], weights [B, T + 1]) on the device -> (loss, its parts named below...).
+        run: minutes, batch, length, lr, seed, data_seed, resumed; completed and appended to log["runs"].
+    """
+    device, arch, minutes = next(module.parameters()).device.type, log["arch"], run["minutes"]
+    trained = [p for p in module.parameters() if p.requires_grad]
+    opts = optimizers(module, run["lr"])
+    loader = DataLoader(
+        Streams(HERE / "tokenizer", run["length"], run["data_seed"]),
+        batch_size=run["batch"],
+        num_workers=workers,
+        pin_memory=device == "cuda",
+        prefetch_factor=8,
+    )
+
+    def step(ids, weights, factor):
+        ids, weights = ids.to(device, non_blocking=True).long(), weights.to(device, non_blocking=True)
+        result = loss(ids, weights)
+        result[0].backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        for opt in opts:
+            for group in opt.param_groups:
+                group["lr"] = run["lr"] * factor
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+        return torch.stack([x.detach() for x in (*result, norm)])
+
+    data = iter(loader)
+    ids, weights = next(data)
+    started = time.time()
+    step(ids, weights, 0.0)  # compiles; moves nothing
+    if device == "cuda":
+        torch.cuda.synchronize()
+    print(f"{arch}: {log['parameters']} parameters, first step {time.time() - started:.1f} s", flush=True)
+
+    begin, reported, recent = time.time(), time.time(), []
+    run["command"] = " ".join(["train.py", *(a if "/" not in a else Path(a).name for a in sys.argv[1:])])
+    run["steps"], per_step = 0, run["batch"] * run["length"]
+    while (done := (time.time() - begin) / (60 * minutes)) < 1 and run["steps"] < max_steps:
+        recent.append(step(*next(data), schedule(done)))
+        run["steps"] += 1
+        log["steps"] += 1
+        log["tokens"] += per_step
+        if run["steps"] % 8 == 0 and device == "cuda":
+            torch.cuda.synchronize()  # keeps the clock honest and the queue short
+        if time.time() - reported > report_every or run["steps"] in (1, max_steps):
+            mean = torch.stack(recent).mean(0).tolist()
+            if not math.isfinite(mean[0]):
+                raise SystemExit(f"{arch}: loss is {mean[0]} at step {log['steps']}")
+            rate = len(recent) * per_step / (time.time() - reported)
+            names = ("loss", "answer_loss", "answer_token_accuracy", "gradient_norm")
+            log["curve"].append(
+                dict(
+                    step=log["steps"],
+                    tokens=log["tokens"],
+                    **{n: round(x, 5) for n, x in zip(names, mean, strict=True)},
+                )
+            )
+            print(f"{arch} {done:5.2f} {json.dumps(log['curve'][-1])} {rate / 1e3:.0f}k tokens/s", flush=True)
+            reported, recent = time.time(), []
+    run["seconds"] = round(time.time() - begin, 1)
+    log["runs"].append(run)
+    log["date"] = str(date.today())
+    log["versions"] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "reasoning_gym": "0.1.25",
+    }
+    log["device"] = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+
+
 @app.command()
 def train(
     arch: str,
     out: Path,
     minutes: Annotated[float, typer.Option(help="wall-clock minutes of training")],
+    draft: Annotated[bool, typer.Option("--draft", help="the smaller sibling that drafts for ARCH")] = False,
     batch: int = 8,
     length: int = 8192,
     lr: float = 5e-3,
@@ -399,15 +487,8 @@ def train(
         model = AutoModelForCausalLM.from_pretrained(resume, dtype=torch.float32)
         log = json.loads((resume / "training.json").read_text())
     else:
-        model = new_model(arch, tok)
-        log = {
-            "arch": arch,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "runs": [],
-            "curve": [],
-            "tokens": 0,
-            "steps": 0,
-        }
+        model = new_model(arch, tok, draft)
+        log = started_log(arch + "-draft" * draft, model)
     model.to(device).train()
     head = model.get_output_embeddings().weight
     loss_function = weighted_loss
@@ -415,38 +496,12 @@ def train(
         for layer in model.model.layers:
             layer.compile(dynamic=False)
         loss_function = torch.compile(weighted_loss, dynamic=False)
-    opts = optimizers(model, lr)
-    loader = DataLoader(
-        Streams(HERE / "tokenizer", length, data_seed),
-        batch_size=batch,
-        num_workers=workers,
-        pin_memory=device == "cuda",
-        prefetch_factor=8,
-    )
 
-    def step(ids, weights, factor):
-        ids, weights = ids.to(device, non_blocking=True).long(), weights.to(device, non_blocking=True)
+    def loss(ids, weights):
         with torch.autocast(device, dtype=torch.bfloat16):
             hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state
-        result = loss_function(hidden, head, ids[:, 1:], weights[:, 1:])
-        result[0].backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for opt in opts:
-            for group in opt.param_groups:
-                group["lr"] = lr * factor
-            opt.step()
-            opt.zero_grad(set_to_none=True)
-        return torch.stack([x.detach() for x in (*result, norm)])
+        return loss_function(hidden, head, ids[:, 1:], weights[:, 1:])
 
-    data = iter(loader)
-    ids, weights = next(data)
-    started = time.time()
-    step(ids, weights, 0.0)  # compiles; moves nothing
-    if device == "cuda":
-        torch.cuda.synchronize()
-    print(f"{arch}: {log['parameters']} parameters, first step {time.time() - started:.1f} s", flush=True)
-
-    begin, reported, recent = time.time(), time.time(), []
     run = {
         "minutes": minutes,
         "batch": batch,
@@ -454,43 +509,65 @@ def train(
         "lr": lr,
         "seed": seed,
         "data_seed": data_seed,
-        "command": " ".join(["train.py", *(a if "/" not in a else Path(a).name for a in sys.argv[1:])]),
         "resumed": resume is not None,
-        "steps": 0,
     }
-    while (done := (time.time() - begin) / (60 * minutes)) < 1 and run["steps"] < max_steps:
-        recent.append(step(*next(data), schedule(done)))
-        run["steps"] += 1
-        log["steps"] += 1
-        log["tokens"] += batch * length
-        if run["steps"] % 8 == 0 and device == "cuda":
-            torch.cuda.synchronize()  # keeps the clock honest and the queue short
-        if time.time() - reported > report_every or run["steps"] in (1, max_steps):
-            mean = torch.stack(recent).mean(0).tolist()
-            if not math.isfinite(mean[0]):
-                raise SystemExit(f"{arch}: loss is {mean[0]} at step {log['steps']}")
-            rate = len(recent) * batch * length / (time.time() - reported)
-            names = ("loss", "answer_loss", "answer_token_accuracy", "gradient_norm")
-            log["curve"].append(
-                dict(
-                    step=log["steps"],
-                    tokens=log["tokens"],
-                    **{n: round(x, 5) for n, x in zip(names, mean, strict=True)},
-                )
-            )
-            print(f"{arch} {done:5.2f} {json.dumps(log['curve'][-1])} {rate / 1e3:.0f}k tokens/s", flush=True)
-            reported, recent = time.time(), []
-    run["seconds"] = round(time.time() - begin, 1)
-    log["runs"].append(run)
-    log["date"] = str(date.today())
-    log["versions"] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "reasoning_gym": "0.1.25",
-    }
-    log["device"] = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    fit(loss, model, log, run, workers, max_steps, report_every)
     export(model, tok, out, log)
+
+
+@app.command()
+def train_mtp(
+    folder: Path,
+    minutes: Annotated[float, typer.Option(help="wall-clock minutes of training")],
+    depth: Annotated[int, typer.Option(help="drafts in a row that it is trained for")] = 4,
+    batch: int = 16,
+    length: int = 2048,
+    lr: float = 5e-3,
+    seed: int = 0,
+    data_seed: int = 7,
+    workers: int = 12,
+    compile: bool = True,
+    max_steps: int = 10**9,
+    report_every: float = 15.0,
+):
+    """Train a multi-token-prediction head for the finished model in FOLDER; writes mtp.safetensors and mtp.json there.
+
+    Entry i of depth d is made of token i + d's embedding and the hidden state that depth d - 1 gave at i (depth 0: the
+    model's own); it attends, as when it drafts, to depth 1 up to i and to its own chain, and predicts token i + d + 1.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(seed)
+    torch.set_float32_matmul_precision("high")
+    use_chunked_forms()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval().requires_grad_(False)
+    head = MTPHead(model.model).float().to(device).train()
+    loss_function = weighted_loss
+    if compile:
+        for layer in model.model.layers:
+            layer.compile(dynamic=False)
+        loss_function = torch.compile(weighted_loss, dynamic=False)
+    n = length - depth  # entries
+    tril, own = torch.ones(n, n, dtype=torch.bool, device=device).tril(), torch.eye(n, dtype=torch.bool, device=device)
+
+    def loss(ids, weights):
+        with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16):
+            hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state[:, :n].float()
+        parts, cache = [], head.new_cache()
+        for d in range(1, depth + 1):
+            mask = torch.cat([tril] + [own] * (d - 1), 1).expand(batch, 1, -1, -1)
+            positions = torch.arange(d - 1, d - 1 + n, device=device).expand(batch, -1)
+            with torch.autocast(device, dtype=torch.bfloat16):
+                hidden = head(ids[:, d : d + n], hidden, positions, mask, cache)
+            at = slice(d + 1, d + 1 + n)
+            parts.append(torch.stack(loss_function(hidden, model.lm_head.weight, ids[:, at], weights[:, at])))
+        return torch.stack(parts).mean(0).unbind()
+
+    log = started_log("qwen3.5-mtp", head)
+    run = {"minutes": minutes, "batch": batch, "length": length, "lr": lr, "seed": seed, "data_seed": data_seed}
+    run |= {"depth": depth, "resumed": False}
+    fit(loss, head, log, run, workers, max_steps, report_every)
+    head.save(folder / "mtp.safetensors", torch.bfloat16)
+    (folder / "mtp.json").write_text(json.dumps(log, indent=1) + "\n")
 
 
 def export(model, tok, out: Path, log: dict):
@@ -639,10 +716,10 @@ def write_heldout(out: Path = HERE / "heldout.jsonl", n: int = N_ALONE):
 
 
 @app.command()
-def init(arch: str, out: Path):
+def init(arch: str, out: Path, draft: bool = False):
     """A checkpoint with random weights, for tests of everything around the model."""
     tok = AutoTokenizer.from_pretrained(HERE / "tokenizer")
-    export(new_model(arch, tok), tok, out, {"arch": arch, "runs": [], "curve": []})
+    export(new_model(arch, tok, draft), tok, out, {"arch": arch, "runs": [], "curve": []})
 
 
 @app.command()

@@ -57,6 +57,11 @@ def test_bytes_per_token_by_hand() -> None:
     traffic = cache.bytes_per_token()
     assert traffic.read == pytest.approx(state + 2.5 * record + (state + 4 * record) / 4 + 3 * channels * 4)
     assert traffic.written == pytest.approx(record + state / 4 + channels * 4)
+    # four drafts, half of the five tokens count: 1.5 records wait on average, a flush every 1.6 steps
+    drafted = cache.bytes_per_token(tokens=5, accepted=2.5)
+    read = state + 6.5 * record + (state + 4 * record) * 2.5 / 4 + 3 * channels * 4
+    assert drafted.read == pytest.approx(read / 2.5)
+    assert drafted.written == pytest.approx((5 * record + state * 2.5 / 4 + 5 * channels * 4) / 2.5)
 
 
 # ---- refusals ----

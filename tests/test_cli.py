@@ -127,9 +127,51 @@ def test_generate_samples_with_a_seed(folder):
     assert first == second != other
 
 
+@pytest.mark.parametrize("tree", ["3", "2x1"])
+@pytest.mark.parametrize("draft", ["ngram", "folder"])
+def test_generate_with_drafts_gives_the_same_text(folder, draft, tree):
+    command = ["generate", "--model", str(folder), "-n", "30", "--window", "7", "abcabcabcab"]
+    plain = runner.invoke(app, command).stdout
+    result = runner.invoke(app, [*command, "--draft", draft if draft == "ngram" else str(folder), "--tree", tree])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == plain
+    assert "30 tokens in " in result.stderr and "accepted" in result.stderr
+    stopped = runner.invoke(app, [*command, "--stop", plain[9:11]]).stdout
+    part = runner.invoke(app, [*command, "--draft", draft if draft == "ngram" else str(folder), "--stop", plain[9:11]])
+    assert part.stdout == stopped != plain
+
+
+def test_compare_has_a_speculative_column(folder, tmp_path):
+    command = [
+        "compare",
+        "--model",
+        str(folder),
+        "-p",
+        "abc abc abc",
+        "-p",
+        "a longer one",
+        "-n",
+        "20",
+        "--window",
+        "5",
+    ]
+    result = runner.invoke(
+        app,
+        [*command, "--draft", "ngram", "--draft", "{model}", "--tree", "2x1", "--json", str(tmp_path / "rows.json")],
+    )
+    assert result.exit_code == 0, result.output
+    for words in ("speculative, ngram 2x1", f"speculative, {folder.name} 2x1", "tokens / forward", "38 of 38"):
+        assert words in result.output.replace("\n", " ")
+    host, fp32, ngram, own = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert (fp32["draft"], ngram["draft"], own["draft"]) == (None, "ngram", folder.name)
+    for row in (ngram, own):
+        assert row["equal_tokens"] == row["compared_tokens"] == 38 and row["max_logprob_difference"] < 1e-4
+    assert own["tokens_per_forward"] > 2.5 and own["tree"] == "2x1"  # 19 tokens of 3 a round
+
+
 def test_passes_counts_every_run():
     # 3 batches, in each two runs of three caches
-    assert passes(5, formats=2, batch=2, repeats=2) == 3 * 2 * 3
+    assert passes(5, caches=2, batch=2, repeats=2) == 3 * 2 * 3
 
 
 @pytest.mark.parametrize(
@@ -214,6 +256,29 @@ def test_model_without_recurrent_layers(command, folder, tmp_path):
     transformers.AutoModelForCausalLM.from_config(llama).save_pretrained(tmp_path)
     transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
     assert "llama" in sentence(*command, "-m", tmp_path)
+
+
+@COMMANDS
+def test_wrong_drafts(command, folder, tmp_path):
+    for tree in ("0", "2x", "wide", "2x0"):
+        assert "--tree must be a number of drafts in a row such as 4, or children per depth" in sentence(
+            *command, "-m", folder, "--draft", "ngram", "--tree", tree
+        )
+    assert "--draft must be ngram, mtp or a model folder: " in sentence(*command, "-m", folder, "--draft", "bigram")
+    assert "multi-token-prediction head" in sentence(*command, "-m", folder, "--draft", "mtp") or "mtp.*" in sentence(
+        *command, "-m", folder, "--draft", "mtp"
+    )
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    text = (tmp_path / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(text.replace('"a"', '"A"'))
+    assert "the draft model must have the model's tokenizer" in sentence(*command, "-m", folder, "--draft", tmp_path)
+
+
+def test_drafts_need_the_replayed_cache(folder):
+    assert "--draft needs the replayed cache" in sentence(
+        "generate", "-m", folder, "--host-cache", "--draft", "ngram", "a"
+    )
 
 
 def test_empty_prompts(folder, tmp_path):

@@ -236,10 +236,47 @@ PATHS = [[0, 2, 4, 6], [0, 1, 3, -1], [7, -1, -1, -1], [-1, -1, -1, -1], [0, 2, 
 
 def test_tree_nodes_see_their_ancestors_only(case: Case, generator: torch.Generator) -> None:
     life = Life(case.cache(max_tokens=8, slots=2, window=6), generator)
-    for path in itertools.islice(itertools.cycle(PATHS), 12):
+    for path in itertools.islice(itertools.cycle(PATHS), 12 if case.implementation != "triton" else 5):
         parent = torch.stack([TREE, torch.arange(-1, 7)])
         chain = [0, 1, 2, -1]
         life.run([1, 0], [8, 8], parent=parent, path=[path, chain])
+        life.twin.check_states()
+
+
+def random_tree(life: Life, tokens: int, length: int) -> tuple[list[int], list[int]]:
+    """Parents of `tokens` nodes, and a path of any length among the first `length`, padded to `tokens`."""
+    parent = [-1] + [life.random(1, high=i + 1)[0] - 1 for i in range(1, tokens)]
+    path: list[int] = []
+    while True:
+        below = [i for i in range(length) if parent[i] == (path[-1] if path else -1)]
+        choice = life.random(1, high=len(below) + 1)[0]
+        if choice == len(below):
+            return parent, path + [-1] * (tokens - len(path))
+        path.append(below[choice])
+
+
+def test_random_trees_equal_plain_decoding(case: Case, generator: torch.Generator) -> None:
+    """Trees of their own shape and size in every row, chains and plain steps between them."""
+    life = Life(case.cache(window=6, max_tokens=6, slots=2), generator)
+    for i in range(24 if case.implementation != "triton" else 6):
+        if i % 4 == 3:
+            life.run([0, 1], [1, 3], [1, life.random(1, high=4)[0]])
+            continue
+        lengths = life.random(2, high=7)
+        trees = [random_tree(life, 6, n) for n in lengths]
+        parent = torch.tensor([parent for parent, _ in trees])
+        life.run([1, 0], lengths, tokens=6, parent=parent, path=[path for _, path in trees])
+        life.twin.check_states()
+
+
+@pytest.mark.parametrize("drafts", [16, 32, 64])
+def test_large_trees_with_one_checkpoint(case: Case, drafts: int, generator: torch.Generator) -> None:
+    if case.implementation == "triton" and drafts > 16:
+        pytest.skip("the GPU kernels are made for up to 16 nodes")
+    life = Life(case.cache(max_tokens=drafts, slots=1), generator)
+    for _ in range(2):
+        parent, path = random_tree(life, drafts, drafts)
+        life.run([0], [drafts], parent=torch.tensor([parent]), path=[path])
         life.twin.check_states()
 
 
@@ -314,6 +351,21 @@ def test_flush_when_asked(case: Case, generator: torch.Generator) -> None:
     life.twin.check_states()
     life.plain(3)
     life.twin.check_states()
+
+
+def test_flush_keeps_the_newest_records(case: Case, generator: torch.Generator) -> None:
+    """They can still be taken back, and what follows does not see the others twice."""
+    life = Life(case.cache(window=8, max_tokens=3, slots=2, staggered=False), generator)
+    for i in range(8 if case.implementation != "triton" else 2):
+        life.plain(2)
+        life.cache.flush(torch.tensor([0, 1]), keep=2)
+        assert life.cache.num_committed.tolist() == [2, 2]
+        life.twin.check_states()
+        life.cache.trim(torch.tensor([0, 1]), [i % 3, 1])
+        life.twin.trim(0, i % 3)
+        life.twin.trim(1, 1)
+        life.run([0, 1], [3, 2], [1, 2])
+        life.twin.check_states()
 
 
 def test_staggered_slots_flush_in_different_steps(case: Case, generator: torch.Generator) -> None:

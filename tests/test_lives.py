@@ -48,7 +48,7 @@ def test_random_lives(case: Case, window: int, tokens: int, staggered: bool, ver
             cache.copy(torch.tensor([a, a]), torch.tensor([b, order[2]]))
             twin.copy([a, a], [b, order[2]])
         elif verb == "flush":
-            cache.flush(torch.tensor([a]) if seed % 2 else None)
+            cache.flush(torch.tensor([a]) if seed % 2 else None, keep=seed % 3)
         elif verb == "trim":
             n = seed % (int(cache.cursors.reach[a]) + 1)
             cache.trim(torch.tensor([a]), n)

@@ -9,14 +9,23 @@ from replayssm import ring
 SIZES = ring.Sizes(ring=9, conv=6, window=6, most_reach=3)
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans(), st.integers(0, 3)), max_size=40))
-def test_cursors_follow_a_list(moves: list[tuple[int, int, bool, int]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 3), st.none() | st.integers(0, 3), st.integers(0, 3)), max_size=40
+    )
+)
+def test_cursors_follow_a_list(moves: list[tuple[int, int, int | None, int]]) -> None:
     """The records between ring_start and num_committed are the list's, and reach never passes what is still there."""
     c = ring.reset(torch.tensor([0]), SIZES, staggered=False)
     places: list[int] = []  # where each committed record lies
     inputs, newest = list(range(-3, 0)), 0  # convolution inputs that are still in their ring, by token number
-    for length, accepted, flush_early, back in moves:
-        if bool(ring.due(c, length)) or flush_early:
+    for length, accepted, keep, back in moves:
+        if keep is not None:
+            c, places = (
+                ring.flush(c, SIZES, (c.num_committed - keep).clamp(min=0)),
+                places[max(0, len(places) - keep) :],
+            )
+        if bool(ring.due(c, length)):
             c, places = ring.flush(c, SIZES), []
         c = ring.begin(c, torch.tensor([length]), SIZES)
         at = ring.places(c.ring_start, c.num_committed, 3, SIZES.ring)[0].tolist()

@@ -367,23 +367,34 @@ class ReplayCache:
 
     # ---- what happens to a slot between steps ----
 
-    def flush(self, slots: Tensor | None = None) -> None:
-        """Fold committed records into the checkpoint, in every layer: of these slots, or (None) of those full."""
+    def flush(self, slots: Tensor | None = None, keep: int = 0) -> None:
+        """Fold committed records into the checkpoint, in every layer: of these slots, or (None) of those full.
+
+        Args:
+            keep: how many of the newest records stay in the ring, where trim can forget them.
+        """
         where = f"{self.recurrence.name}.flush"
         if slots is None:
             slots = ring.due(self.cursors, 1).nonzero().squeeze(1)
         slots = checks.slots(where, slots, self.num_slots, self.device)
+        if keep < 0:
+            raise ValueError(f"{where}: keep must be a number of records, 0 or more; got {keep}.")
         self._check_live(where, slots)
-        cursors = self.cursors.at(slots)
-        slots = slots[cursors.num_committed > 0]
+        slots = slots[self.cursors.num_committed[slots] > keep]
         if not len(slots):
             return
         cursors = self.cursors.at(slots)
+        folded = cursors.num_committed - keep
         for layer in self.layers:
             for block in self._blocks(len(slots)):
-                rows = slots[block], cursors.ring_start[block], cursors.num_committed[block]
+                rows = slots[block], cursors.ring_start[block], folded[block]
                 self.implementation.flush(self.recurrence, layer.format, layer, *rows, cursors.flushes[block] + 1)
-        self.cursors.put(slots, ring.flush(cursors, self.sizes))
+            if keep and layer.ring.back.numel():  # what those that stay would correct is in the checkpoint
+                order = torch.arange(self.sizes.ring, device=self.device)
+                gone = ring.ages(cursors.ring_start, self.sizes.ring) < folded[:, None]
+                at, place = gone.nonzero(as_tuple=True)
+                layer.ring.back[slots[at], :, :, order[place]] = 0
+        self.cursors.put(slots, ring.flush(cursors, self.sizes, folded))
 
     def trim(self, slots: Tensor, n: Tensor | Sequence[int] | int) -> None:
         """Forget the newest n committed records of every slot: state and convolution window go back together.
@@ -507,30 +518,30 @@ class ReplayCache:
             cursors=size(*self.cursors),
         )
 
-    def bytes_per_token(self) -> Traffic:
-        """State traffic of plain decoding: checkpoint read, ring read at its mean fill, record written, flush / window.
+    def bytes_per_token(self, tokens: int = 1, accepted: float = 1.0) -> Traffic:
+        """State traffic of steps that bring `tokens` tokens, of which `accepted` count on average, per counted token:
+        checkpoint read, ring read at its mean fill, records written, flush / window.
 
-        The convolution reads its W - 1 newest inputs and writes one.
+        The convolution reads its W - 1 newest inputs and writes the new ones.
         """
         H, _, V, K = self.geometry
         elements = H * V * K
         one = self._new_layer(1, self.formats[0], (0, 0)).ring
         per_record = sum(pool.numel() * pool.element_size() for pool in one) / self.sizes.ring
-        fill = (self.window + 1) / 2  # records that a token sees, itself included, mean over a window
-        back = one.back.numel() * one.back.element_size() / self.sizes.ring * (1 - fill / self.sizes.ring)
+        fill = (self.window - 1) / 2 + tokens  # records that a step sees, its own included, mean over a window
+        back = one.back.numel() * one.back.element_size() / self.sizes.ring * max(0.0, 1 - fill / self.sizes.ring)
         inputs = (self.conv.channels if self.conv else 0) * self.dtype.itemsize
-        read = len(self.layers) * (
-            fill * (per_record - back) + per_record + inputs * (self.conv.width - 1 if self.conv else 0)
-        )
-        written = len(self.layers) * (per_record + inputs)
+        flushes = accepted / self.window  # per step
+        read = fill * (per_record - back) + flushes * self.window * per_record
+        read = len(self.layers) * (read + inputs * (self.conv.width - 1 if self.conv else 0))
+        written = len(self.layers) * tokens * (per_record + inputs)
         for fmt in self.formats:
-            stored, per_token = elements * fmt.stored_bytes(K), elements * fmt.read_bytes(K)
-            again = elements * fmt.update_bytes(K)
+            per_token, again = elements * fmt.read_bytes(K), elements * fmt.update_bytes(K)
             if self.implementation.on_device and not fmt.reads_apart:
-                again -= per_token  # a kernel that has just read a checkpoint for its tokens folds what it holds
-            read += per_token + again / self.window
-            written += stored / self.window
-        return Traffic(read, written)
+                again -= per_token  # a checkpoint that was just folded is read for its tokens from a cache
+            read += per_token + flushes * again
+            written += flushes * elements * fmt.stored_bytes(K)
+        return Traffic(read / accepted, written / accepted)
 
     # ---- inside ----
 

@@ -27,11 +27,14 @@ import torch
 from replayssm import evaluate_cli
 from replayssm.compare import (
     Comparison,
+    Drafting,
+    Host,
     Problem,
     Row,
     check_support,
     compare,
     label,
+    load_draft,
     load_model,
     passes,
     write_json,
@@ -53,6 +56,14 @@ ModelOption = Annotated[
 WindowOption = Annotated[int, typer.Option(help="Committed tokens that may wait in the ring before a flush.", min=1)]
 NewTokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", help="New tokens per prompt.", min=1)]
 DtypeOption = Annotated[str, typer.Option(help="Weights and activations: float32, bfloat16 or float16.")]
+DraftOption = Annotated[
+    str | None,
+    typer.Option(help="Speculative decoding: ngram, mtp (the model's own head), or the folder of a smaller model."),
+]
+TreeOption = Annotated[
+    str,
+    typer.Option(help="With --draft: 4 is four drafts in a row, 3x2x1 three first drafts, each with two, and so on."),
+]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads (default: torch's own choice).", min=1)]
 
 
@@ -137,14 +148,19 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
     top_p: Annotated[float, typer.Option(help="With a temperature: nucleus sampling.", min=0.0, max=1.0)] = 1.0,
     seed: Annotated[int, typer.Option(help="With a temperature: seed of the sampling.")] = 0,
+    draft: DraftOption = None,
+    tree: TreeOption = "4",
     dtype: DtypeOption = "float32",
     threads: ThreadsOption = None,
 ) -> None:
     """Continue one prompt, as it comes, with the replayed cache (or the host's own)."""
     with _one_sentence():
         text = _prompt(prompt, file)
+        if draft is not None and not replay:
+            raise ValueError("--draft needs the replayed cache: the host's own cannot take drafts back.")
         _set_up(threads)
         host = load_model(model or _default_model(), _dtype(dtype))
+        drafting = None if draft is None else load_draft(host, draft, tree, window=window, format=format)
         if replay:
             from replayssm.integrations.transformers import enable
 
@@ -152,6 +168,9 @@ def generate(
     from transformers import TextStreamer
 
     torch.manual_seed(seed)
+    if drafting is not None:
+        _generate_drafted(host, drafting, text, max_new_tokens, stop, temperature, top_p)
+        return
     host.model.generate(
         **host.inputs([text]),
         max_new_tokens=max_new_tokens,
@@ -160,6 +179,37 @@ def generate(
         **({"stop_strings": [stop.replace(r"\n", "\n")], "tokenizer": host.tokenizer} if stop else {}),
         pad_token_id=host.tokenizer.pad_token_id,
         streamer=TextStreamer(host.tokenizer, skip_prompt=True, skip_special_tokens=True),
+    )
+
+
+def _generate_drafted(
+    host: Host, drafting: Drafting, text: str, max_new_tokens: int, stop: str | None, temperature: float, top_p: float
+) -> None:
+    """The text on stdout as it is made, how well the drafts did on stderr."""
+    from transformers import StoppingCriteriaList, StopStringCriteria, TextStreamer
+
+    from replayssm.integrations.transformers import generate as generate_with_drafts
+
+    stops = [StopStringCriteria(host.tokenizer, [stop.replace(r"\n", "\n")])] if stop else []
+    inputs = host.inputs([text])
+    made = generate_with_drafts(
+        host.model,
+        inputs["input_ids"],
+        inputs["attention_mask"],
+        draft=drafting.source,
+        tree=drafting.shape,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        stopping_criteria=StoppingCriteriaList(stops) if stops else None,
+        streamer=TextStreamer(host.tokenizer, skip_prompt=True, skip_special_tokens=True),
+    )
+    err.print(
+        f"{int(made.lengths[0])} tokens in {int(made.rounds[0]) + 1} forwards, {made.acceptance_length:.2f} in each "
+        f"after prefill; {int(made.accepted[0])} of {int(made.drafted[0])} drafts of {drafting.name} accepted",
+        style="dim",
+        highlight=False,
+        soft_wrap=True,
     )
 
 
@@ -198,6 +248,13 @@ def compare_command(
         list[str] | None, typer.Option(help="Storage format of the checkpoint; repeatable (default: fp32).")
     ] = None,
     window: WindowOption = 16,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A column with drafts: ngram, mtp, or a model folder ({model} is the model's own); repeatable."
+        ),
+    ] = None,
+    tree: TreeOption = "4",
     repeats: Annotated[int, typer.Option(help="Timed runs of each cache; the fastest counts.", min=2)] = 2,
     dtype: DtypeOption = "float32",
     threads: ThreadsOption = None,
@@ -225,16 +282,22 @@ def compare_command(
                 raise ValueError(f"{file} can't be written: {file.parent} is not a folder.")
         folders, formats, precision = model or [_default_model()], format or ["fp32"], _dtype(dtype)
         _set_up(threads)
-        hosts = []
+        hosts, drafts = [], []
         for folder in folders:
             with err.status(f"loading {folder.name}"):
                 hosts.append(load_model(folder, precision))
                 check_support(hosts[-1], formats, window)
+                drafts.append(
+                    [
+                        load_draft(hosts[-1], name.format(model=folder), tree, window=window, format=formats[0])
+                        for name in draft or []
+                    ]
+                )
 
     comparisons = []
-    runs = passes(len(problems), formats=len(formats), batch=batch, repeats=repeats)
+    runs = passes(len(problems), caches=len(formats) + len(draft or []), batch=batch, repeats=repeats)
     with _progress() as progress:
-        for host in hosts:
+        for host, sources in zip(hosts, drafts, strict=True):
             task = progress.add_task(host.name, total=runs)
 
             def advance(doing: str, done: int, task: TaskID = task, name: str = host.name) -> None:
@@ -245,6 +308,7 @@ def compare_command(
                     host,
                     problems,
                     formats=formats,
+                    drafts=sources,
                     window=window,
                     batch=batch,
                     new_tokens=max_new_tokens,
@@ -308,6 +372,11 @@ def _table(rows: list[Row]) -> Group:
         *[f"{r.max_logprob_difference:.1e}" for r in rows[1:]],
     )
     line("equal tokens", "reference", *[f"{r.equal_tokens} of {r.compared_tokens}" for r in rows[1:]])
+    if any(r.tokens_per_forward is not None for r in rows):
+        line(
+            "tokens / forward",
+            *["1" if r.tokens_per_forward is None else f"{r.tokens_per_forward:.2f}" for r in rows],
+        )
     if host.answers:
         line("answers right", *[f"{r.right} of {r.answers}" for r in rows])
     return Group(Text(title, style="bold"), table)
@@ -333,7 +402,8 @@ def _legend(window: int, new_tokens: int) -> Text:
         f"Replayed: checkpoint, ring and window, each flush spread over its {window} tokens; {flushes} flushes or more "
         "per row. Weights, attention and activations are in no byte figure. Speed excludes prefill, includes flushes. "
         "Log-probabilities (the largest difference) and equal tokens: the host's tokens fed to both, step by step. "
-        "Answers: each decodes on its own.",
+        "Answers: each decodes on its own. Speculative: decodes on its own, compared as far as its tokens are the "
+        "host's; its draft model's state is in no figure but the speed.",
         style="dim",
     )
 

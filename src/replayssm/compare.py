@@ -3,6 +3,7 @@
 1. The host decodes greedily; its tokens and its log-probabilities are the reference.
 2. Each replayed cache is fed exactly those tokens, and its log-probabilities are compared at every step (teacher
    forcing). Tokens chosen freely would part at the first tie and then say nothing.
+   With drafts, the tokens are free: it is compared as far as they are the host's.
 3. The caches take turns, each then decoding freely, which gives its own answers. All runs are timed, prefill excluded
    and flushes included, and the fastest counts. Every row decodes the same number of tokens, past the end of its
    answer, so that a batch stays a batch.
@@ -34,6 +35,8 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from replayssm.integrations.transformers import Generation
+
 SCHEMA = "replayssm.compare/1"
 
 
@@ -63,10 +66,14 @@ class Row:
     state_bytes_written_per_token: float
     state_memory_bytes: int
     max_logprob_difference: float | None
-    equal_tokens: int | None  # teacher-forced: steps whose most probable token is the host's
+    equal_tokens: int | None  # teacher-forced: steps whose most probable token is the host's; drafts: tokens before the
+    # first that differs
     compared_tokens: int | None
     right: int | None  # answers right, decoding freely
     answers: int | None  # problems whose answer is known
+    draft: str | None = None  # where drafts came from
+    tree: str | None = None  # their shape
+    tokens_per_forward: float | None = None  # with drafts
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ class Host(NamedTuple):
 
 
 def load_model(folder: Path, dtype: torch.dtype) -> Host:
-    """A model and its tokenizer from a local folder; a `ValueError` of one sentence where that cannot be."""
+    """A model and its tokenizer from a local folder; a `ValueError` of one sentence where it cannot be."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     if not folder.is_dir():
@@ -124,6 +131,48 @@ def check_support(host: Host, formats: Sequence[str], window: int) -> None:
 
     for name in formats:
         disable(enable(host.model, window=window, format=name))
+
+
+class Drafting(NamedTuple):
+    """Where drafts come from, and their tree."""
+
+    name: str
+    source: Any  # as replayssm.generate takes it
+    shape: tuple[int, ...]
+
+
+def load_draft(host: Host, name: str, tree: str, *, window: int, format: str) -> Drafting:
+    """The drafts that `name` (ngram, mtp, a folder) and `tree` (4, or 3x2x1) mean; `ValueError` where it cannot be."""
+    from replayssm.integrations.transformers import disable, enable
+    from replayssm.integrations.transformers.adapter import decoder_of, is_recurrent
+    from replayssm.integrations.transformers.generation import draft_source, tree_shape
+    from replayssm.integrations.transformers.ragged import RaggedBatch
+
+    try:
+        shape = tree_shape(int(tree) if tree.isdigit() else [int(width) for width in tree.split("x")])
+    except ValueError as error:
+        raise ValueError(
+            f"--tree must be a number of drafts in a row such as 4, or children per depth such as 3x2x1; got {tree}."
+        ) from error
+    source: Any = name
+    if name not in ("ngram", "mtp"):
+        try:
+            draft = load_model(Path(name), host.model.dtype)
+        except ValueError as error:
+            raise ValueError(f"--draft must be ngram, mtp or a model folder: {error}") from error
+        if draft.tokenizer.get_vocab() != host.tokenizer.get_vocab():
+            raise ValueError(
+                f"the draft model must have the model's tokenizer: {name} has another one than {host.name}. Train or "
+                "choose a draft model with the same vocabulary."
+            )
+        source, name = draft.model, draft.name
+        if is_recurrent(decoder_of(source)):
+            enable(source, window=window, format=format)
+    draft_source(host.model, source, shape)
+    enable(host.model, window=window, format=format)
+    RaggedBatch(host.model, 1)
+    disable(host.model)
+    return Drafting(name, source, shape)
 
 
 def _first_line(error: Exception) -> str:
@@ -211,6 +260,9 @@ class _Tally:
     """What one cache did, summed over the batches."""
 
     format: str
+    draft: Drafting | None = None
+    rounds: int = 0  # row-forwards with drafts, and the tokens they gave
+    made: int = 0
     fastest: float = 0.0  # decoding the newest batch, seconds
     seconds: float = 0.0  # decoding every batch, each at its fastest
     read: float = 0.0
@@ -220,6 +272,26 @@ class _Tally:
     equal: int = 0
     compared: int = 0
     right: int = 0
+
+    def count_against(self, generation: Generation, tokens: torch.Tensor, reference: _Watch) -> None:
+        """Compare a generation with drafts with the host's tokens [B, n] and log-probabilities, and its traffic."""
+        from replayssm.integrations.transformers.drafts import nodes
+
+        assert self.draft is not None and generation.logits is not None and generation.cache is not None
+        new = generation.sequences[:, -tokens.shape[1] :]
+        differs = (new != tokens).cumsum(1) > 0
+        same = torch.cat([torch.zeros_like(differs[:, :1]), differs[:, :-1]], 1).logical_not()  # the text before it
+        for i, theirs in enumerate(reference.logprobs(), 1):
+            gap = (generation.logits[:, i].float().log_softmax(-1) - theirs).abs().amax(1)
+            self.difference = max(self.difference, float(torch.where(same[:, i], gap, 0).max()))
+        self.equal += int((~differs[:, 1:]).sum())
+        self.compared += differs[:, 1:].numel()
+        self.rounds += int(generation.rounds.sum())
+        self.made += len(new) * (new.shape[1] - 1)
+        cache, accepted = generation.cache, self.made / self.rounds
+        traffic = cache.bytes_per_token(1 + nodes(self.draft.shape), accepted)
+        self.read, self.written = traffic.read, traffic.written
+        self.memory = cache.nbytes.total // cache.num_slots
 
     def count_right(
         self, problems: Sequence[Problem], tokens: torch.Tensor, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
@@ -236,17 +308,18 @@ def compare(
     problems: Sequence[Problem],
     *,
     formats: Sequence[str] = ("fp32",),
+    drafts: Sequence[Drafting] = (),
     window: int = 16,
     batch: int = 16,
     new_tokens: int = 160,
     repeats: int = 2,
     advance: Callable[[str, int], None] = lambda doing, done: None,
 ) -> Comparison:
-    """One row for the host's cache, then one per format.
+    """One row for the host's cache, then one per format, then one per source of drafts, in the first format.
 
     `advance` is told what runs next, and how many of all `passes(...)` are done.
     """
-    from replayssm.integrations.transformers import disable, enable, replay_cache
+    from replayssm.integrations.transformers import disable, enable, generate, replay_cache
 
     model, tokenizer = host.model, host.tokenizer
     ends = end_tokens(model)
@@ -255,6 +328,7 @@ def compare(
 
     own = _Tally("fp32")
     replays = [_Tally(name) for name in formats]
+    drafted = [_Tally(formats[0], draft) for draft in drafts]
     example = None
     done = 0
 
@@ -265,6 +339,26 @@ def compare(
             enable(model, window=window, format=tally.format)
         try:
             return _generate(model, inputs, new_tokens, watch)
+        finally:
+            disable(model)
+            done += 1
+
+    def speculate(tally: _Tally, inputs: dict[str, torch.Tensor], output_logits: bool) -> Generation:
+        nonlocal done
+        assert tally.draft is not None
+        advance(f"speculative, {tally.draft.name}", done)
+        enable(model, window=window, format=tally.format)
+        try:
+            return generate(
+                model,
+                inputs["input_ids"],
+                inputs["attention_mask"],
+                draft=tally.draft.source,
+                tree=tally.draft.shape,
+                max_new_tokens=new_tokens,
+                eos_token_id=(),
+                output_logits=output_logits,
+            )
         finally:
             disable(model)
             done += 1
@@ -296,7 +390,15 @@ def compare(
                 tally.equal += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
                 tally.compared += len(some)
 
+        for tally in drafted:
+            generation = speculate(tally, inputs, output_logits=True)
+            tally.fastest = generation.seconds
+            tally.count_against(generation, tokens, reference)
+            tally.count_right(some, generation.sequences[:, inputs["input_ids"].shape[1] :], tokenizer, ends)
+
         for repeat in range(1, repeats):
+            for tally in drafted:
+                tally.fastest = min(tally.fastest, speculate(tally, inputs, output_logits=False).seconds)
             for tally in [own, *replays]:
                 watch = _Watch()
                 tokens, _ = run(tally, inputs, watch)
@@ -305,7 +407,7 @@ def compare(
                     texts = tally.count_right(some, tokens, tokenizer, ends)
                     example = example or (some[0], texts[0])
 
-        for tally in [own, *replays]:
+        for tally in [own, *replays, *drafted]:
             tally.seconds += tally.fastest
 
     answers = sum(problem.answer is not None for problem in problems)
@@ -331,14 +433,17 @@ def compare(
             compared_tokens=None if is_own else tally.compared,
             right=tally.right if answers else None,
             answers=answers or None,
+            draft=None if tally.draft is None else tally.draft.name,
+            tree=None if tally.draft is None else "x".join(map(str, tally.draft.shape)),
+            tokens_per_forward=None if tally.draft is None else tally.made / tally.rounds,
         )
 
-    return Comparison([row(tally) for tally in [own, *replays]], example)
+    return Comparison([row(tally) for tally in [own, *replays, *drafted]], example)
 
 
-def passes(problems: int, *, formats: int, batch: int, repeats: int) -> int:
-    """How often `compare` calls `advance` for one model."""
-    return -(-problems // batch) * repeats * (1 + formats)
+def passes(problems: int, *, caches: int, batch: int, repeats: int) -> int:
+    """How often `compare` calls `advance` for one model; `caches` beside the host's own."""
+    return -(-problems // batch) * repeats * (1 + caches)
 
 
 def _answer_text(tokenizer: PreTrainedTokenizerBase, tokens: list[int], ends: Sequence[int]) -> str:
@@ -400,7 +505,11 @@ _COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"]
 
 
 def label(row: Row) -> str:
-    return "host cache" if row.cache == "host" else f"replayed, {row.format}"
+    if row.cache == "host":
+        return "host cache"
+    if row.draft is not None:
+        return f"speculative, {row.draft} {row.tree}"
+    return f"replayed, {row.format}"
 
 
 def write_plot(path: Path, rows: Sequence[Row]) -> None:

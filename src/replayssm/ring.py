@@ -103,14 +103,15 @@ def commit(c: Cursors, n: Tensor, sizes: Sizes) -> Cursors:
     )
 
 
-def flush(c: Cursors, sizes: Sizes) -> Cursors:
-    """All committed records are in the checkpoint; pending ones stay where they are."""
-    zero = torch.zeros_like(c.num_committed)
+def flush(c: Cursors, sizes: Sizes, n: Tensor | None = None) -> Cursors:
+    """The oldest n (None: all) committed records are in the checkpoint; the others and pending ones stay."""
+    n = c.num_committed if n is None else n
+    left = c.num_committed - n
     return c._replace(
-        ring_start=(c.ring_start + c.num_committed) % sizes.ring,
-        num_committed=zero,
-        reach=zero,
-        flush_at=torch.full_like(zero, sizes.window),
+        ring_start=(c.ring_start + n) % sizes.ring,
+        num_committed=left,
+        reach=torch.minimum(c.reach, left),
+        flush_at=torch.full_like(n, sizes.window),
         flushes=c.flushes + 1,
     )
 

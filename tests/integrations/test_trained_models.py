@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from replayssm.compare import final_number
+from replayssm.integrations.transformers import enable, generate
 
 MODELS = Path(__file__).parents[2] / "models"
 NAMES = ("nemotron-h-gsm", "qwen3.5-gsm")
@@ -74,3 +75,50 @@ def test_problems_are_solved(model: PreTrainedModel, format: str) -> None:
         for answer, p in zip(answers, asked, strict=True)
     )
     assert right >= 5, answers
+
+
+DRAFTS = [
+    ("nemotron-h-gsm", "ngram", 3, 1.0),
+    ("nemotron-h-gsm", "nemotron-h-gsm-draft", 5, 3.5),
+    ("nemotron-h-gsm", "nemotron-h-gsm-draft", (2, 1, 1), 3.0),
+    ("qwen3.5-gsm", "ngram", 3, 1.0),
+    ("qwen3.5-gsm", "nemotron-h-gsm-draft", 5, 3.5),  # another family, the same tokenizer
+]
+DRAFTS += [case for case in [("qwen3.5-gsm", "qwen3.5-gsm-draft", (2, 1, 1), 3.0)] if (MODELS / case[1]).is_dir()]
+if (MODELS / "qwen3.5-gsm" / "mtp.safetensors").is_file():
+    DRAFTS += [("qwen3.5-gsm", "mtp", 4, 3.0), ("qwen3.5-gsm", "mtp", (2, 1, 1), 3.0)]
+
+
+@pytest.mark.parametrize(("name", "draft", "tree", "least"), DRAFTS)
+def test_drafts_equal_plain_decoding(name: str, draft: str, tree: object, least: float) -> None:
+    """At least so many tokens per forward; results/speculation.jsonl has 50 problems, with states in every round."""
+    model = AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / name, padding_side="left")
+    inputs = tokenizer([p["prompt"] for p in problems(2)], return_tensors="pt", padding=True)
+    inputs.pop("token_type_ids", None)
+    want = model.generate(**inputs, max_new_tokens=40, do_sample=False, eos_token_id=None)
+    source = draft
+    if draft not in ("ngram", "mtp"):
+        source = enable(AutoModelForCausalLM.from_pretrained(MODELS / draft, dtype=torch.float32).eval())
+    with replayed(model, window=16):
+        got = generate(model, **inputs, draft=source, tree=tree, max_new_tokens=40, eos_token_id=())
+    assert torch.equal(got.sequences, want)
+    assert got.acceptance_length >= least
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_assistant_equals_plain_decoding(name: str) -> None:
+    """Transformers' own generate, with its default confidence threshold off, so that drafts are wrong now and then."""
+    model, small = (
+        AutoModelForCausalLM.from_pretrained(MODELS / folder, dtype=torch.float32).eval()
+        for folder in (name, "nemotron-h-gsm-draft")
+    )
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / name)
+    inputs = tokenizer(problems(1)[0]["prompt"], return_tensors="pt", return_token_type_ids=False)
+    want = model.generate(**inputs, max_new_tokens=40, do_sample=False, eos_token_id=None)
+    with replayed(model, window=16, max_tokens=6), replayed(small, window=16, max_tokens=6):
+        config = small.generation_config
+        config.num_assistant_tokens, config.num_assistant_tokens_schedule = 5, "constant"
+        config.assistant_confidence_threshold = 0.0
+        got = model.generate(**inputs, max_new_tokens=40, do_sample=False, eos_token_id=None, assistant_model=small)
+    assert torch.equal(got, want)

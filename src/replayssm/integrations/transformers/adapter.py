@@ -27,7 +27,7 @@ from transformers.cache_utils import Cache
 
 from replayssm import ConvGeometry, ReplayCache, decode_layer
 from replayssm.integrations.transformers.families import MIXERS, MODEL_TYPES, Family
-from replayssm.integrations.transformers.host_cache import Recipe, adopt, open_for_host, rows_of
+from replayssm.integrations.transformers.host_cache import ADOPTED, Recipe, adopt, open_for_host, rows_of
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # 5.24 and newer, then 5.17
 HOOK = "_replayssm"
@@ -64,7 +64,8 @@ def enable(
 
     Args:
         model: in eval mode, of one of the supported types.
-        window: how many tokens may wait in the ring before they are folded into the checkpoint.
+        window: how many tokens may wait in the ring before they are folded into the checkpoint; at least max_tokens
+            is taken, since the newest max_tokens must not be folded yet.
         format: how the checkpoint is stored, see replayssm.formats; or by recurrent layer, {"default": name, 0: name}.
         max_tokens: tokens per row that one replayed forward may bring. With drafts + 1 here, assisted generation
             (prompt lookup, an assistant model) works, which Transformers refuses for recurrent models.
@@ -86,6 +87,7 @@ def enable(
     families = [MIXERS[type(mixer).__name__] for mixer in mixers]
     recipe = _recipe(decoder, mixers, families[0], window, format, max_tokens, staggered, seed, implementation)
     recipe.cache(1)  # the core's own checks of format, window and sizes
+    recipe = recipe._replace(window=max(window, max_tokens))
 
     disable(model)
     for index, (mixer, family) in enumerate(zip(mixers, families, strict=True)):
@@ -116,14 +118,48 @@ def replay_cache(host_cache: Cache | None) -> ReplayCache | None:
     return None if rows is None else rows.cache
 
 
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The module of a model that owns `layers`: the one with recurrent layers, or the first where none has any.
+
+    Raises:
+        ValueError: there is none.
+    """
+    owners = [module for module in model.modules() if isinstance(getattr(module, "layers", None), nn.ModuleList)]
+    for module in owners:
+        if any(type(part).__name__ in MIXERS for part in module.layers.modules()):
+            return module
+    if not owners:
+        raise ValueError(f"replayssm: model type {model.config.model_type!r} has no list of layers.")
+    return owners[0]
+
+
+def is_recurrent(decoder: Any) -> bool:
+    """Whether its cache holds states, which can't go back unless the model is enabled."""
+    return any(type(layer) in ADOPTED for layer in DynamicCache(config=decoder.config).layers)
+
+
+def recipe_of(decoder: Any) -> Recipe | None:
+    """What the caches of an enabled model are made of; None for a decoder without recurrent layers.
+
+    Raises:
+        ValueError: it has recurrent layers and is not enabled.
+    """
+    hook: DecoderHook | None = decoder.__dict__.get(HOOK)
+    if hook is not None:
+        return _placed(hook.recipe, decoder)
+    if is_recurrent(decoder):
+        raise ValueError(
+            "generate: the model's recurrent layers keep states that can't go back: call enable(model) first."
+        )
+    return None
+
+
 def _recurrent_layers(model: PreTrainedModel) -> tuple[PreTrainedModel, list[Any]]:
     """The decoder and its mixers, in the order of its layers."""
-    for module in model.modules():
-        layers = getattr(module, "layers", None)
-        if isinstance(layers, nn.ModuleList):
-            mixers: list[Any] = [part for part in layers.modules() if type(part).__name__ in MIXERS]
-            if mixers:
-                return module, sorted(mixers, key=lambda mixer: mixer.layer_idx)
+    decoder = decoder_of(model)
+    mixers: list[Any] = [part for part in decoder.layers.modules() if type(part).__name__ in MIXERS]
+    if mixers:
+        return decoder, sorted(mixers, key=lambda mixer: mixer.layer_idx)
     raise ValueError(
         f"enable: model type {model.config.model_type!r} has no recurrent layer that replayssm knows; supported are "
         f"{MODEL_TYPES}."
@@ -225,6 +261,8 @@ def _decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     batch, tokens = inputs.shape[:2]
     rows = rows_of(cache) or adopt(cache, _placed(hook.recipe, self))
     rows.require(batch)
+    if rows.step is not None:  # begun by the caller, who also commits it
+        return hook.host_forward(**call)
     valid = _valid(call.get("attention_mask"), tokens)
     recording = cache.layers[rows.recipe.layer_indices[0]].record_past
     pieces = _pieces(tokens, rows.cache is not None, rows.recipe.max_tokens, recording, valid)

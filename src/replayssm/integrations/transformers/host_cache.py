@@ -30,7 +30,7 @@ from transformers.cache_utils import (
     StaticCache,
 )
 
-from replayssm import ConvGeometry, Geometry, ReplayCache
+from replayssm import ConvGeometry, Geometry, ReplayCache, ring
 
 
 class Recipe(NamedTuple):
@@ -125,9 +125,26 @@ class Rows:
         self._allocate(len(rows))
         self.cache.restore(self.slots, snapshot)
 
+    def begin(self, tokens: int, lengths: Tensor | None, parent: Tensor | None = None) -> None:
+        """Start a replayed step of the whole model: rows bring the first `lengths` of `tokens` columns each."""
+        self.step = self.cache.begin(self.slots, lengths, tokens, parent)
+
+    def commit(self, n: Tensor | None = None, path: Tensor | None = None) -> None:
+        """End it: the first n tokens of every row count, or those on a path of its tree; None: all."""
+        step = self.step
+        self.forget_step()
+        self.cache.commit(step, n, path)
+
+    def forget_step(self) -> None:
+        """End it as if it had never been."""
+        self.step = self.order = self.back = None
+
     @contextmanager
     def stepping(self, tokens: int, valid: Tensor | None) -> Iterator[None]:
         """One replayed step of the whole model: what it appends counts when its block ends without an error.
+
+        A step of fewer tokens than max_tokens flushes by itself and keeps some, so that the newest max_tokens stay
+        removable: an assistant model drafts token by token, and its host takes drafts back by the piece.
 
         Args:
             valid: [B, T], nonzero where a column holds a token of its row; None: everywhere.
@@ -139,12 +156,17 @@ class Rows:
             if tokens > 1:
                 self.order = valid.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
                 self.back = self.order.argsort(dim=1)
-        step = self.step = self.cache.begin(self.slots, lengths, tokens)
+        keep = self.recipe.max_tokens - tokens
+        if keep:
+            due = ring.due(self.cache.cursors.at(self.slots), tokens)
+            self.cache.flush(self.slots[due], keep)
         try:
+            self.begin(tokens, lengths)
             yield
-        finally:
-            self.step = self.order = self.back = None
-        self.cache.commit(step)
+        except BaseException:
+            self.forget_step()
+            raise
+        self.commit()
 
 
 class ReplayLayer(LinearAttentionLayer):
@@ -262,6 +284,9 @@ for _name in (
     setattr(ReplayHybridLayer, _name, _in_both(_name))
 
 
+ADOPTED = {LinearAttentionLayer: ReplayLayer, LinearAttentionAndFullAttentionLayer: ReplayHybridLayer}
+
+
 class Placeholder(LinearAttentionLayer):
     """What 5.17 keeps for a layer without a state (MLP, MoE), able to do what it asks of every layer: nothing."""
 
@@ -313,10 +338,9 @@ def adopt(cache: Cache, recipe: Recipe) -> Rows:
     Raises:
         ValueError: the cache is of another kind.
     """
-    kinds = {LinearAttentionLayer: ReplayLayer, LinearAttentionAndFullAttentionLayer: ReplayHybridLayer}
     layers = list(getattr(cache, "layers", ()))
     hosts: list[Any] = [layers[i] if i < len(layers) else None for i in recipe.layer_indices]
-    if isinstance(cache, StaticCache) or any(type(host) not in kinds for host in hosts):
+    if isinstance(cache, StaticCache) or any(type(host) not in ADOPTED for host in hosts):
         got = f"{type(cache).__name__} of " + (
             ", ".join(sorted({type(layer).__name__ for layer in layers})) or "no layers"
         )
@@ -326,7 +350,7 @@ def adopt(cache: Cache, recipe: Recipe) -> Rows:
         )
     rows = Rows(recipe)
     for index, (i, host) in enumerate(zip(recipe.layer_indices, hosts, strict=True)):
-        layer = kinds[type(host)](rows, index)
+        layer = ADOPTED[type(host)](rows, index)
         layer.record_past = host.record_past
         if isinstance(layer, DynamicLayer) and host.is_initialized:
             layer.lazy_initialization(host.keys, host.values)
