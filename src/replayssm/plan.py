@@ -1,0 +1,923 @@
+"""What replay gives for a model, a GPU, a batch and drafts, before anything is run: bytes, times, memory, and whether.
+
+    bytes    derived from the recurrence, the format and the window; the same count as ReplayCache.bytes_per_token
+    kernel   us of one recurrent layer's step = bytes / ceiling + what measured kernels take beyond it
+    step     rest of the model at its limits + layers x kernel
+    memory   checkpoint + ring + convolution inputs per request, against the stock scheme's states
+
+The stock scheme reads the state once a step and writes it once per token; with drafts it keeps 1 + drafts states per
+request, as engines do. What kernels take beyond the ceiling is fitted to measured rows by `fit`, and kept with its
+command in kernel_times.json; a GPU without rows borrows the constants of one that has them, its bytes at its own speed.
+
+Bytes are B, times us or ms, speeds GB/s (1e9). Letters as everywhere: B rows, T tokens, H G V K.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from replayssm import checks, formats, recurrences
+from replayssm.recurrences import Geometry
+
+SCHEMA = "replayssm.plan/1"
+ACTIVATION = 2  # bytes of an activation: bf16 or fp16
+USABLE = 0.9  # of a GPU's memory, as engines take by default
+REST = (1.0, 4.0)  # the rest of the model over its limits, in engines: see ASSUMPTIONS
+WINDOWS = (4, 8, 12, 16, 24, 32, 48, 64)
+MOST_ROWS = 1024
+STATE = {"fp32": 4, "bf16": 2}  # bytes of a stock state's element
+CALL = {"gated_delta_net": "gdn"}  # models.json's words for recurrences, where they are not ours
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+class Size(NamedTuple):
+    """Parameters of a model, and of them those that one token takes."""
+
+    total: float
+    active: float
+
+
+class Model(NamedTuple):
+    """What a plan needs of a model, at tensor parallelism 1.
+
+    Attributes:
+        source: where the figures come from, and `confidence` how sure they are.
+        layers: recurrent ones.
+        conv_width: taps of the convolution in front.
+        kv_bytes: keys and values of one token in all attention layers, 16-bit; None: unknown.
+        kv_heads: by which they can be split; 1 for latent attention.
+        size: None: unknown.
+        experts: how many, and how many a token takes; None: not a mixture, or unknown.
+        weight_bytes: of the files, where they are there; None: from `size`.
+    """
+
+    name: str
+    source: str
+    confidence: str
+    note: str
+    recurrence: str
+    geometry: Geometry
+    layers: int
+    conv_width: int
+    kv_bytes: int | None
+    kv_heads: int
+    size: Size | None
+    experts: tuple[int, int] | None
+    weight_bytes: int | None
+
+
+def parameters(name: str) -> Size | None:
+    """Of a name such as Nemotron-3-Super-120B-A12B, Qwen3.5-4B or Granite-4.0-H-350M; None if it says none."""
+    found = re.search(r"(?<![A-Za-z\d.])(\d+(?:\.\d+)?)([BM])(?:-A(\d+(?:\.\d+)?)B)?(?![A-Za-z\d])", name, re.I)
+    if not found:
+        return None
+    total = float(found[1]) * (1e9 if found[2].upper() == "B" else 1e6)
+    return Size(total, float(found[3]) * 1e9 if found[3] else total)
+
+
+def _data(name: str) -> dict[str, Any]:
+    return json.loads(resources.files("replayssm").joinpath(name).read_text())
+
+
+def models() -> list[Model]:
+    """The public models whose sizes are known (models.json) and whose recurrence the library has."""
+    catalogue = _data("models.json")
+    found = [_known(entry, catalogue["sources"]) for entry in catalogue["models"]]
+    return [model for model in found if model is not None]
+
+
+def _known(entry: dict[str, Any], sources: dict[str, str]) -> Model | None:
+    recurrence = CALL.get(entry["recurrence"], entry["recurrence"])
+    part = entry.get("ssm") or entry.get("linear_attention") or {}
+    names = ("nheads", "ngroups", "head_dim", "d_state") if "nheads" in part else (
+        "num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim")  # fmt: skip
+    geometry = [part.get(name) for name in names]
+    if recurrence not in recurrences.names() or None in geometry:
+        return None
+    attention, layers = entry["attention"] or {}, entry["layers"]
+    heads = attention.get("kv_heads")
+    count = sum(number for kind, number in layers.items() if kind.startswith("attention"))
+    width: int | None = None
+    if "kv_lora_rank" in attention:
+        heads, width = 1, attention["kv_lora_rank"] + attention["qk_rope_head_dim"]
+    elif heads and attention.get("head_dim"):
+        width = 2 * heads * attention["head_dim"]
+    elif not count:
+        width = 0
+    mixture = entry["moe"] or {}
+    ids = entry["source"] if isinstance(entry["source"], list) else [entry["source"]]
+    return Model(
+        name=entry["name"],
+        source="; ".join(sources[i] for i in ids),
+        confidence=entry["confidence"],
+        note=entry["note"],
+        recurrence=recurrence,
+        geometry=Geometry(*geometry),
+        layers=layers.get(recurrence) or layers[entry["recurrence"]],
+        conv_width=part["conv_width"],
+        kv_bytes=None if width is None else count * width * ACTIVATION,
+        kv_heads=heads or 1,
+        size=parameters(entry["name"]),
+        experts=(mixture["experts"], mixture["top_k"]) if mixture.get("experts") else None,
+        weight_bytes=None,
+    )
+
+
+# config.json's words by model type: H, G, V, K, convolution width
+_MAMBA2 = ("mamba_n_heads", "mamba_n_groups", "mamba_d_head", "mamba_d_state", "mamba_d_conv")
+_DELTA = ("linear_num_value_heads", "linear_num_key_heads", "linear_value_head_dim", "linear_key_head_dim")
+_KDA = ("linear_num_heads", "linear_num_heads", "linear_head_dim", "linear_head_dim", "linear_conv_kernel_dim")
+_CONFIGS = {
+    "nemotron_h": ("mamba2", ("mamba_num_heads", "n_groups", "mamba_head_dim", "ssm_state_size", "conv_kernel")),
+    "mamba2": ("mamba2", ("num_heads", "n_groups", "head_dim", "state_size", "conv_kernel")),
+    "bamba": ("mamba2", _MAMBA2),
+    "granitemoehybrid": ("mamba2", _MAMBA2),
+    "falcon_h1": ("mamba2", _MAMBA2),
+    "zamba2": ("mamba2", ("n_mamba_heads", "mamba_ngroups", "mamba_headdim", "mamba_d_state", "mamba_d_conv")),
+    "qwen3_5": ("gdn", (*_DELTA, "linear_conv_kernel_dim")),
+    "qwen3_5_moe": ("gdn", (*_DELTA, "linear_conv_kernel_dim")),
+    "qwen3_next": ("gdn", (*_DELTA, "linear_conv_kernel_dim")),
+    "olmo_hybrid": ("gdn", (*_DELTA, "linear_conv_kernel_dim")),
+    "kimi_linear": ("kda", _KDA),
+    "glm5_next": ("kda", _KDA),
+}
+_RECURRENT = {"linear_attention", "mamba", "mamba2", "hybrid", "M"}
+_ATTENTION = {"full_attention", "attention", "hybrid", "sliding_attention", "*"}
+
+
+def from_config(folder: Path) -> Model:
+    """A model by the config.json in a folder (or by the file itself), with the class's defaults if transformers is here.
+
+    Raises:
+        ValueError: there is none, or it lacks what a plan needs.
+    """
+    path = folder if folder.is_file() else folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no config.json: --model takes a name of `replayssm plan --list`, or a folder.")
+    try:
+        raw = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from error
+    config = _with_defaults(path, raw)
+    kind = str(config.get("model_type", "")).removesuffix("_text")
+    if kind not in _CONFIGS:
+        raise checks.unknown(f"model_type in {path},", kind, _CONFIGS)
+    recurrence, words = _CONFIGS[kind]
+    missing = [word for word in words if not isinstance(config.get(word), int)]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}, which a plan for {kind} needs: add them as numbers.")
+    H, G, V, K, width = (config[word] for word in words)
+    kinds = config.get("layer_types") or config.get("layers_block_type") or config.get("hybrid_override_pattern")
+    if not kinds:
+        kinds = ["hybrid" if kind == "falcon_h1" else "linear_attention"] * config["num_hidden_layers"]
+    count = sum(layer in _ATTENTION for layer in kinds)
+    heads = config.get("num_key_value_heads") or config.get("num_attention_heads") or 1
+    dim = config.get("head_dim") or config.get("hidden_size", 0) // (config.get("num_attention_heads") or 1)
+    kv = 2 * heads * dim
+    if config.get("kv_lora_rank"):
+        heads, kv = 1, config["kv_lora_rank"] + config.get("qk_rope_head_dim", 0)
+    name = path.absolute().parent.name
+    files = list(path.parent.glob("*.safetensors"))
+    weights = sum(file.stat().st_size for file in files) or None
+    experts = config.get("num_experts") or config.get("n_routed_experts") or config.get("num_local_experts")
+    chosen = config.get("num_experts_per_tok") if "moe" in kinds or "moe" in kind or "E" in kinds else None
+    return Model(
+        name=name,
+        source=str(path),
+        confidence="config",
+        note="",
+        recurrence=recurrence,
+        geometry=Geometry(H, G, V, K),
+        layers=sum(layer in _RECURRENT for layer in kinds),
+        conv_width=width,
+        kv_bytes=count * kv * ACTIVATION,
+        kv_heads=heads,
+        size=parameters(name) or (Size(weights / 2, weights / 2) if weights else None),
+        experts=(experts, chosen) if experts and chosen else None,
+        weight_bytes=weights,
+    )
+
+
+def _with_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """The text part of a config.json; where transformers knows its class, with the class's names and defaults."""
+    text = raw.get("text_config", raw)
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        return text
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+    except Exception:  # a class that is not known, or a value that it refuses: the file's own words then
+        return text
+    names = {*config.to_dict(), "layer_types", "layers_block_type"}
+    return {name: getattr(config, name, None) for name in names} | {"model_type": text.get("model_type")}
+
+
+def find(name: str) -> Model:
+    """A model by its name in the catalogue, part of a hub's name (nvidia/...-BF16), or a folder with a config.json.
+
+    Raises:
+        ValueError: none of these.
+    """
+    if Path(name).exists():
+        return from_config(Path(name))
+    known = {model.name.lower(): model for model in models()}
+    inside = [key for key in known if re.search(rf"(?<![a-z\d.]){re.escape(key)}(?![a-z\d.])", name.lower())]
+    if inside:
+        return known[max(inside, key=len)]
+    near = get_close_matches(name.lower().split("/")[-1], known, 3, 0.5)
+    hint = f" Near: {', '.join(known[key].name for key in near)}." if near else ""
+    raise ValueError(
+        f"no model {name!r}: --model takes a name of `replayssm plan --list`, or a folder with a config.json.{hint}"
+    )
+
+
+# --- GPUs and what was measured on them -------------------------------------------------------------------------------
+
+
+class Gpu(NamedTuple):
+    """A GPU's nominal figures: memory in GB, bandwidth in GB/s, dense 16-bit TFLOP/s."""
+
+    key: str
+    name: str
+    device: str
+    memory: float
+    bandwidth: float
+    tflops: float
+    source: str
+
+
+class Replayed(NamedTuple):
+    """What a replayed step takes beyond its bytes at the read ceiling.
+
+    Attributes:
+        launch: us of a step however small.
+        carry: us per MB of ring, convolution inputs, activations: the carry in front of the read.
+        flush: us per MB that flushes move.
+        wait: us by which one due row of 16 records delays a step; the more rows are due, the better it hides.
+        decode: us per million state elements of a format, by its name.
+    """
+
+    launch: float
+    carry: float
+    flush: float
+    wait: float
+    decode: dict[str, float]
+
+
+class Stock(NamedTuple):
+    """What a public kernel takes beyond its bytes at the copy ceiling: us of a step, us per MB of state and of others."""
+
+    launch: float
+    state: float
+    other: float
+
+
+class Times(NamedTuple):
+    """Kernel times of one GPU, fitted to rows or carried over from a GPU that has some.
+
+    Attributes:
+        read, copy: ceilings in GB/s.
+        replayed, stock: by recurrence.
+        origin: one sentence: which rows, or which other GPU's.
+    """
+
+    read: float
+    copy: float
+    replayed: dict[str, Replayed]
+    stock: dict[str, Stock]
+    origin: str
+
+
+def gpus() -> dict[str, Gpu]:
+    """GPUs with nominal figures (gpus.json), by the name that --gpu takes."""
+    return {key: Gpu(key, **entry) for key, entry in _data("gpus.json")["gpus"].items()}
+
+
+def gpu(name: str) -> Gpu:
+    """The GPU called `name`.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    known = gpus()
+    if name.lower() not in known:
+        raise checks.unknown("GPU", name, known)
+    return known[name.lower()]
+
+
+def times(of: Gpu, table: dict[str, Any] | None = None) -> Times:
+    """Kernel times of a GPU, from a table as `fit` makes it (None: kernel_times.json)."""
+    table = table or _data("kernel_times.json")
+    measured = table["gpus"]
+    device = of.device if of.device in measured else next(iter(measured))
+    entry, ratio = measured[device], 1.0
+    if device == of.device:
+        origin = f"fitted to {entry['rows']} rows measured on {device} ({table['command']})"
+    else:
+        by_device = {other.device: other for other in gpus().values()}
+        ratio = by_device[device].bandwidth / of.bandwidth
+        origin = (
+            f"NOT measured on {of.name}: ceilings, and times per byte, of {device} scaled by the nominal bandwidths "
+            f"({by_device[device].bandwidth:,.0f} to {of.bandwidth:,.0f} GB/s); launches and waits taken as there"
+        )
+    return Times(
+        read=entry["read_gbps"] / ratio,
+        copy=entry["copy_gbps"] / ratio,
+        replayed={
+            name: Replayed(
+                c["launch"],
+                c["carry"] * ratio,
+                c["flush"] * ratio,
+                c["wait"],
+                {fmt: us * ratio for fmt, us in c["decode"].items()},
+            )
+            for name, c in entry["replayed"].items()
+        },
+        stock={
+            name: Stock(c["launch"], c["state"] * ratio, c["other"] * ratio) for name, c in entry["stock"].items()
+        },
+        origin=origin,
+    )
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+class Layer(NamedTuple):
+    """One recurrent layer of a model on one device."""
+
+    recurrence: str
+    geometry: Geometry
+    conv_width: int
+
+    @property
+    def elements(self) -> int:
+        """Of one state: H V K."""
+        H, _, V, K = self.geometry
+        return H * V * K
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return recurrences.get(self.recurrence).conv_channels(self.geometry)
+
+    @property
+    def record(self) -> int:
+        """Bytes of a ring record: k and v as activations; gates, weight and the delta rule's norm in fp32."""
+        (H, G, V, K), known = self.geometry, recurrences.get(self.recurrence)
+        gates = H * known.gate_dim(self.geometry) + H + (G if known.delta else 0)
+        return ACTIVATION * (G * K + H * V) + 4 * gates
+
+
+class Moved(NamedTuple):
+    """Bytes that one row moves in one step of one layer, flushes spread over the steps.
+
+    Attributes:
+        checkpoint: read by tokens.
+        ring_read, ring_written: records.
+        flush_read, flush_written: what a flush moves beyond what tokens have read already.
+        conv_read, conv_written: convolution inputs.
+        activations: the step's inputs and outputs.
+        due: flushes per step, and `folded` the records of one.
+    """
+
+    checkpoint: float
+    ring_read: float
+    ring_written: float
+    flush_read: float
+    flush_written: float
+    conv_read: float
+    conv_written: float
+    activations: float
+    due: float
+    folded: float
+
+    @property
+    def read(self) -> float:
+        """State read."""
+        return self.checkpoint + self.ring_read + self.flush_read + self.conv_read
+
+    @property
+    def written(self) -> float:
+        """State written."""
+        return self.ring_written + self.flush_written + self.conv_written
+
+    @property
+    def total(self) -> float:
+        """All bytes."""
+        return self.read + self.written + self.activations
+
+    @property
+    def beside(self) -> float:
+        """What the carry moves: all but checkpoint and flushes."""
+        return self.ring_read + self.ring_written + self.conv_read + self.conv_written + self.activations
+
+
+def replayed_bytes(layer: Layer, format: str, window: int, tokens: int = 1, accepted: float = 1.0) -> Moved:
+    """A step of `tokens` tokens of which `accepted` are committed on average, as the GPU implementation moves them.
+
+    A slot is due when the step's tokens would pass the window, so it waits for window - tokens + accepted records.
+    """
+    fmt, C = formats.get(format), layer.channels
+    folded = max(window - tokens + accepted, accepted)
+    due = accepted / folded
+    seen = max(window - tokens, 0) / 2 + tokens
+    again = fmt.stored_bytes - fmt.read_bytes  # what the read has not brought already
+    H, _, V, _ = layer.geometry
+    return Moved(
+        checkpoint=layer.elements * fmt.read_bytes,
+        ring_read=seen * layer.record,
+        ring_written=tokens * layer.record,
+        flush_read=due * (layer.elements * again + folded * layer.record),
+        flush_written=due * layer.elements * fmt.stored_bytes,
+        conv_read=(layer.conv_width - 1) * C * ACTIVATION,
+        conv_written=tokens * C * ACTIVATION,
+        activations=tokens * (C + H * V) * ACTIVATION,
+        due=due,
+        folded=folded,
+    )
+
+
+def stock_bytes(layer: Layer, element: int = 4, tokens: int = 1) -> Moved:
+    """The stock scheme: the state read once, and written once per token; the convolution's window likewise."""
+    C, (H, _, V, _) = layer.channels, layer.geometry
+    window = (layer.conv_width - 1) * C * ACTIVATION
+    return Moved(
+        checkpoint=layer.elements * element,
+        ring_read=0.0,
+        ring_written=0.0,
+        flush_read=0.0,
+        flush_written=tokens * layer.elements * element,
+        conv_read=window,
+        conv_written=tokens * window if tokens == 1 else window + tokens * C * ACTIVATION,
+        activations=tokens * (C + H * V) * ACTIVATION,
+        due=1.0,
+        folded=tokens,
+    )
+
+
+def replayed_memory(layer: Layer, format: str, window: int, drafts: int = 0) -> float:
+    """Bytes of one request in one layer: as ReplayCache.nbytes without its cursors, which all layers share."""
+    tokens = 1 + drafts
+    conv = (layer.conv_width - 1 + tokens) * layer.channels * ACTIVATION
+    return layer.elements * formats.get(format).stored_bytes + (window + tokens) * layer.record + conv
+
+
+def stock_memory(
+    layer: Layer, element: int = 4, drafts: int = 0, conv_places: int | None = None, activation: int = ACTIVATION
+) -> float:
+    """Bytes of one request in one layer: 1 + drafts states, each with its convolution inputs.
+
+    Args:
+        conv_places: inputs kept per channel; None: width - 1 + drafts, as vLLM keeps them (Transformers keeps width).
+    """
+    places = layer.conv_width - 1 + drafts if conv_places is None else conv_places
+    return (1 + drafts) * (layer.elements * element + places * layer.channels * activation)
+
+
+# --- times ------------------------------------------------------------------------------------------------------------
+
+
+def _beyond(layer: Layer, rows: int, moved: Moved, tokens: int) -> tuple[float, float, float, float, float]:
+    """What Replayed's constants are multiplied with, in its order: 1, MB, MB, waits, million elements."""
+    flushes = rows * moved.due
+    wait = min(1.0, flushes) / math.sqrt(max(1.0, flushes)) * moved.folded / 16
+    flush = rows * (moved.flush_read + moved.flush_written) / 1e6
+    return 1.0, rows * moved.beside * tokens / 1e6, flush, wait, rows * layer.elements / 1e6
+
+
+def replayed_us(of: Times, layer: Layer, rows: int, format: str, moved: Moved, tokens: int = 1) -> float:
+    """Microseconds of one layer's step of `rows` rows.
+
+    Raises:
+        ValueError: the recurrence was never measured.
+    """
+    c = _constants(of.replayed, layer)
+    decode = c.decode.get(format, max(c.decode.values()))
+    factors = _beyond(layer, rows, moved, tokens)
+    return rows * moved.total / of.read / 1e3 + math.fsum(
+        x * us for x, us in zip(factors, (c.launch, c.carry, c.flush, c.wait, decode), strict=True)
+    )
+
+
+def stock_us(of: Times, layer: Layer, rows: int, moved: Moved) -> float:
+    """Microseconds of one layer's step in the stock scheme."""
+    c = _constants(of.stock, layer)
+    state, other = (rows * size / 1e6 for size in (moved.total - moved.beside, moved.beside))
+    return rows * moved.total / of.copy / 1e3 + c.launch + c.state * state + c.other * other
+
+
+def _constants(known: dict[str, Any], layer: Layer) -> Any:
+    if layer.recurrence not in known:
+        raise ValueError(f"no measured times for {layer.recurrence}: run `replayssm bench kernels` and `plan --fit`.")
+    return known[layer.recurrence]
+
+
+def rest_ms(model: Model, of: Gpu, bandwidth: float, rows: int, tokens: int, context: int, tp: int, bits: int) -> float:
+    """The rest of a step at its limits: weights read once or multiplied at the peak, keys and values read once.
+
+    Returns:
+        ms; 0 if the model's size is unknown.
+    """
+    if model.size is None:
+        return 0.0
+    total, active = model.size
+    touched = total
+    if model.experts and active < total:
+        experts, chosen = model.experts
+        share = chosen / experts
+        shared = max(0.0, (active - total * share) / (1 - share))
+        touched = shared + (total - shared) * (1 - (1 - share) ** (rows * tokens))
+    read = touched * bits / 8 / tp / bandwidth / 1e6
+    multiplied = 2 * active * rows * tokens / tp / of.tflops / 1e9
+    kv = rows * context * (model.kv_bytes or 0) / min(tp, model.kv_heads) / bandwidth / 1e6
+    return max(read, multiplied) + kv
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+class Options(NamedTuple):
+    """What a plan is for, beside model and GPU."""
+
+    batches: tuple[int, ...] = (1, 32, 256)
+    drafts: tuple[int, ...] = (0,)
+    formats: tuple[str, ...] = ("fp32", "split16", "bf16")
+    window: int = 16
+    accepted: float | None = None
+    context: int = 4096
+    tp: int = 1
+    bits: int = 16
+    state: str = "fp32"
+    rest: float | None = None
+
+
+class Case(NamedTuple):
+    """One batch, number of drafts and format against the stock scheme. Bytes and times are of one step.
+
+    Attributes:
+        stock_kernel_us, kernel_us: one recurrent layer.
+        rest_ms: the rest of the model: measured if given, else at its limits; 0: unknown.
+        step_speedup: None: the rest is unknown. `step_speedup_low`: with the rest REST[1] times its limits.
+        stock_fits, fits: whether so many requests have room.
+    """
+
+    batch: int
+    drafts: int
+    format: str
+    window: int
+    accepted: float
+    stock_read: float
+    stock_written: float
+    read: float
+    written: float
+    stock_kernel_us: float
+    kernel_us: float
+    kernel_speedup: float
+    rest_ms: float
+    stock_step_ms: float
+    step_ms: float
+    step_speedup: float | None
+    step_speedup_low: float | None
+    stock_fits: bool
+    fits: bool
+
+
+class Memory(NamedTuple):
+    """State of one request on one GPU, and how many requests fit beside the weights with their keys and values."""
+
+    drafts: int
+    format: str
+    window: int
+    stock: float
+    replayed: float
+    stock_requests: int
+    requests: int
+
+
+class Advice(NamedTuple):
+    """Of all formats asked for and WINDOWS, the fastest at a batch; `exact`: of those that keep the state in fp32."""
+
+    batch: int
+    drafts: int
+    format: str
+    window: int
+    kernel_speedup: float
+    exact_format: str | None
+    exact_window: int | None
+    exact_speedup: float | None
+
+
+class Pays(NamedTuple):
+    """The batch from which on replayed kernels are predicted to be the faster ones; None: never up to MOST_ROWS."""
+
+    drafts: int
+    format: str
+    from_batch: int | None
+
+
+class Plan(NamedTuple):
+    """Everything that `replayssm plan` shows."""
+
+    model: Model
+    gpu: Gpu
+    options: Options
+    cases: list[Case]
+    memory: list[Memory]
+    advice: list[Advice]
+    pays: list[Pays]
+    assumptions: list[str]
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        parts = {
+            name: [x._asdict() for x in getattr(self, name)] for name in ("cases", "memory", "advice", "pays")
+        }
+        return {
+            "schema": SCHEMA,
+            "model": self.model._asdict() | {"geometry": self.model.geometry._asdict()},
+            "gpu": self.gpu._asdict(),
+            "options": self.options._asdict(),
+            "assumptions": self.assumptions,
+        } | parts
+
+
+def on_device(model: Model, tp: int) -> Layer:
+    """A model's recurrent layer on one of `tp` devices: value heads are split, key groups as far as they go.
+
+    Raises:
+        ValueError: the value heads can't be split so.
+    """
+    H, G, V, K = model.geometry
+    if tp < 1 or H % tp:
+        raise ValueError(f"--tp must divide the {H} value heads of {model.name}; got {tp}.")
+    return Layer(model.recurrence, Geometry(H // tp, max(1, G // tp), V, K), model.conv_width)
+
+
+def make(model: Model, of: Gpu, options: Options, table: dict[str, Any] | None = None) -> Plan:
+    """A plan.
+
+    Raises:
+        ValueError: an option that cannot be.
+    """
+    _check(options)
+    layer, known, element = on_device(model, options.tp), times(of, table), STATE[options.state]
+    formats_ = {name: formats.get(name) for name in options.formats}
+
+    def accepted(drafts: int) -> float:
+        return 1 + 0.6 * drafts if options.accepted is None or not drafts else min(options.accepted, 1.0 + drafts)
+
+    def kernel(rows: int, drafts: int, name: str, window: int) -> tuple[float, float]:
+        T = 1 + drafts
+        stock = stock_us(known, layer, rows, stock_bytes(layer, element, T))
+        moved = replayed_bytes(layer, name, window, T, accepted(drafts))
+        return stock, replayed_us(known, layer, rows, name, moved, T)
+
+    room = of.memory * 1e9 * USABLE - (_weights(model, options.bits) or 0) / options.tp
+    kv = (model.kv_bytes or 0) / min(options.tp, model.kv_heads) * options.context
+    memory = []
+    for drafts in options.drafts:
+        stock = model.layers * stock_memory(layer, element, drafts)
+        for name in options.formats:
+            ours = model.layers * replayed_memory(layer, name, options.window, drafts)
+            fit = [max(0, int(room // (size + kv))) for size in (stock, ours)]
+            memory.append(Memory(drafts, name, options.window, stock, ours, *fit))
+    requests = {(entry.drafts, entry.format): entry for entry in memory}
+
+    cases = []
+    for drafts in options.drafts:
+        T = 1 + drafts
+        before = stock_bytes(layer, element, T)
+        for rows in options.batches:
+            rest = rest_ms(model, of, known.read, rows, T, options.context, options.tp, options.bits)
+            rest = rest if options.rest is None else options.rest
+            for name in options.formats:
+                moved = replayed_bytes(layer, name, options.window, T, accepted(drafts))
+                stock, ours = kernel(rows, drafts, name, options.window)
+                old, new = (us * model.layers / 1e3 for us in (stock, ours))
+                most = REST[1] if options.rest is None else 1.0
+                room_for = requests[drafts, name]
+                cases.append(
+                    Case(
+                        batch=rows,
+                        drafts=drafts,
+                        format=name,
+                        window=options.window,
+                        accepted=accepted(drafts),
+                        stock_read=rows * model.layers * before.read,
+                        stock_written=rows * model.layers * before.written,
+                        read=rows * model.layers * moved.read,
+                        written=rows * model.layers * moved.written,
+                        stock_kernel_us=stock,
+                        kernel_us=ours,
+                        kernel_speedup=stock / ours,
+                        rest_ms=rest,
+                        stock_step_ms=rest + old,
+                        step_ms=rest + new,
+                        step_speedup=(rest + old) / (rest + new) if rest else None,
+                        step_speedup_low=(most * rest + old) / (most * rest + new) if rest else None,
+                        stock_fits=room_for.stock_requests >= rows,
+                        fits=room_for.requests >= rows,
+                    )
+                )
+
+    def speedup(rows: int, drafts: int, name: str, window: int) -> float:
+        stock, ours = kernel(rows, drafts, name, window)
+        return stock / ours
+
+    advice, pays = [], []
+    for drafts in options.drafts:
+        for rows in options.batches:
+            choices = {
+                (name, window): speedup(rows, drafts, name, window)
+                for name in options.formats
+                for window in WINDOWS
+                if window > drafts
+            }
+            exact = {choice: gain for choice, gain in choices.items() if formats_[choice[0]].stored_bytes >= 4}
+            best, best_exact = max(choices, key=choices.__getitem__), max(exact, key=exact.__getitem__, default=None)
+            kept = (*best_exact, exact[best_exact]) if best_exact else (None, None, None)
+            advice.append(Advice(rows, drafts, *best, choices[best], *kept))
+        for name in options.formats:
+            start = None
+            for rows in range(MOST_ROWS, 0, -1):
+                if speedup(rows, drafts, name, options.window) <= 1:
+                    break
+                start = rows
+            pays.append(Pays(drafts, name, start))
+    return Plan(model, of, options, cases, memory, advice, pays, _assumptions(model, of, options, known, room))
+
+
+def _check(options: Options) -> None:
+    for name in options.formats:
+        formats.get(name)
+    if options.state not in STATE:
+        raise checks.unknown("stock state", options.state, STATE)
+    for name, values, least in (
+        ("--batch", options.batches, 1),
+        ("--drafts", options.drafts, 0),
+        ("--window", (options.window,), 1),
+        ("--context", (options.context,), 0),
+        ("--weight-bits", (options.bits,), 1),
+    ):
+        if not values or min(values) < least:
+            raise ValueError(f"{name} takes whole numbers, {least} or more; got {', '.join(map(str, values)) or 'none'}.")
+    if options.accepted is not None and options.accepted < 1:
+        raise ValueError(f"--accepted counts the committed tokens of a step, 1 or more; got {options.accepted:g}.")
+
+
+def _weights(model: Model, bits: int) -> float | None:
+    if model.weight_bytes is not None:
+        return model.weight_bytes
+    return None if model.size is None else model.size.total * bits / 8
+
+
+def _assumptions(model: Model, of: Gpu, options: Options, known: Times, room: float) -> list[str]:
+    weights = _weights(model, options.bits)
+    if weights is None:
+        said = "The model's size is unknown: no weights are counted, neither in memory nor in the step. Give --params."
+    elif model.weight_bytes is not None:
+        said = f"Weights: {weights / 1e9:,.1f} GB, the files beside the config."
+    else:
+        assert model.size is not None
+        said = (
+            f"Weights: {weights / 1e9:,.1f} GB at {options.bits} bits, {model.size.total / 1e9:g}e9 parameters"
+            + (f", {model.size.active / 1e9:g}e9 of them per token" if model.size.active < model.size.total else "")
+            + " (from the name or --params)."
+        )
+    if model.size and model.size.active < model.size.total and not model.experts:
+        said += " How many experts there are is unknown: all weights are counted as read."
+    rest = (
+        "The rest of the step is the measured time that you gave (--rest-ms)."
+        if options.rest is not None
+        else "The rest of the step is at its limits (weights once at the read ceiling or products at the peak, keys and "
+        "values once; no norms, sampling, launches): an engine takes more, so the step's speedup is given as a range, "
+        f"from {REST[1]:g} times these limits to the limits themselves. Seen once each with vLLM 0.33 on one H200, batch "
+        "256: about 2.7 times (Nemotron-3-Nano-4B) and 4 times (Qwen3.5-4B). Give --rest-ms for a single figure."
+    )
+    measured = sorted({name for c in known.replayed.values() for name in c.decode})
+    guessed = [name for name in options.formats if name not in measured]
+    lines = [
+        f"Model: {model.name}, {model.confidence} ({model.source})." + (f" {model.note}." if model.note else ""),
+        f"GPU: {of.name}, {of.memory:g} GB, {of.bandwidth:,.0f} GB/s nominal, {of.tflops:,.0f} dense 16-bit TFLOP/s "
+        f"({of.source}); ceilings used: {known.read:,.0f} GB/s read, {known.copy:,.0f} GB/s read and written.",
+        f"Kernel times: {known.origin}. Stock kernels: the fastest tuned public ones of those rows.",
+        "Measured rows have window 16 and one token: other windows are by bytes and by records per fold; drafts are by "
+        "bytes, with the carry's measured cost once per token.",
+        f"Stock: the state in {options.state}, read once a step and written once per token; with drafts 1 + drafts states "
+        "per request, each with its convolution inputs, as engines keep them. Drafting itself costs both the same.",
+        f"With d drafts a step commits {'1 + 0.6 d' if options.accepted is None else format(options.accepted, 'g')} "
+        "tokens on average (--accepted). Activations, keys and values take 2 bytes.",
+        said,
+        rest,
+        f"Memory: {USABLE:.0%} of the GPU's, less the weights, leaves {room / 1e9:,.1f} GB for requests of "
+        f"{options.context:,} tokens"
+        + (" (keys and values unknown, not counted)." if model.kv_bytes is None else ", keys and values counted.")
+        + ("" if room > 0 else " The weights alone do not fit: raise --tp, or lower --weight-bits."),
+        f"Tensor parallelism {options.tp}: heads are split, figures are per GPU, communication is not counted.",
+    ]
+    if guessed:
+        lines.append(f"No measured rows for {', '.join(guessed)}: bytes at the slowest measured format's decoding cost.")
+    return lines
+
+
+# --- constants from rows ----------------------------------------------------------------------------------------------
+
+
+def kernel_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that times are fitted to: plain decoding, flushes staggered; of one case the newest."""
+    newest = {}
+    for row in rows:
+        if row["bench"] == "decode" and row["tokens"] == 1 and row["staggered"]:
+            sizes = tuple(row["geometry"].values())
+            newest[row["gpu"], row["recurrence"], sizes, row["format"], row["window"]] = row
+    return list(newest.values())
+
+
+def _measured(row: dict[str, Any]) -> tuple[Layer, int, Moved, Moved]:
+    """A row's layer, rows, and bytes of both sides. Benches have a convolution of width 4."""
+    sizes = dict(row["geometry"])
+    rows = sizes.pop("B")
+    layer = Layer(row["recurrence"], Geometry(**sizes), 4)
+    element = 2 if "bf16 state" in row["baseline"] else 4
+    return layer, rows, replayed_bytes(layer, row["format"], row["window"]), stock_bytes(layer, element)
+
+
+def predicted(of: Times, row: dict[str, Any]) -> tuple[float, float]:
+    """Microseconds of a measured row, replayed and stock, as a plan would say."""
+    layer, rows, ours, stock = _measured(row)
+    return replayed_us(of, layer, rows, row["format"], ours), stock_us(of, layer, rows, stock)
+
+
+def fit(rows: Sequence[dict[str, Any]], command: str) -> dict[str, Any]:
+    """kernel_times.json: for every GPU and recurrence, the constants of Replayed and Stock that rows show.
+
+    All are at least 0, and make the largest relative error smallest: a linear programme.
+
+    Raises:
+        ValueError: no row can be used.
+    """
+    rows = kernel_rows(rows)
+    if not rows:
+        raise ValueError("no rows to fit: rows of `replayssm bench kernels` are needed (plain decoding, staggered).")
+    table: dict[str, Any] = {}
+    for device in dict.fromkeys(row["gpu"] for row in rows):
+        here = [row for row in rows if row["gpu"] == device]
+        read, copy = (
+            sorted(row["ceilings"][name] for row in here)[len(here) // 2] for name in ("read_gbps", "copy_gbps")
+        )
+        entry: dict[str, Any] = {"rows": len(here), "read_gbps": read, "copy_gbps": copy, "replayed": {}, "stock": {}}
+        for recurrence in sorted({row["recurrence"] for row in here}):
+            some = [row for row in here if row["recurrence"] == recurrence]
+            names = sorted({row["format"] for row in some})
+            ours, stock = [], []
+            for row in some:
+                layer, count, moved, before = _measured(row)
+                *factors, decode = _beyond(layer, count, moved, 1)
+                chosen = [decode if row["format"] == name else 0.0 for name in names]
+                ours.append((row["us"], count * moved.total / read / 1e3, [*factors, *chosen]))
+                sizes = [count * size / 1e6 for size in (before.total - before.beside, before.beside)]
+                stock.append((row["baseline_us"], count * before.total / copy / 1e3, [1.0, *sizes]))
+            launch, carry, flush, wait, *decode = _smallest_error(ours)
+            entry["replayed"][recurrence] = Replayed(
+                launch, carry, flush, wait, dict(zip(names, decode, strict=True))
+            )._asdict()
+            entry["stock"][recurrence] = Stock(*_smallest_error(stock))._asdict()
+        table[device] = entry
+    return {
+        "note": "What measured kernels take beyond their bytes at the memory's ceiling; units in replayssm.plan.Replayed "
+        "and Stock. Made from rows by the command; not edited by hand.",
+        "command": command,
+        "gpus": table,
+    }
+
+
+def _smallest_error(samples: list[tuple[float, float, list[float]]]) -> list[float]:
+    """Constants c >= 0 by which least + factors . c comes nearest to the measured, in relative error.
+
+    The largest error counts, and a little the mean one, which decides where several would do.
+    """
+    import numpy as np
+    from scipy.optimize import linprog
+
+    measured, least, factors = (np.array(column) for column in zip(*samples, strict=True))
+    A, b = factors / measured[:, None], 1 - least / measured
+    n, m = A.shape
+    # unknowns: c, the errors of every sample, the largest one
+    cost = np.concatenate([np.zeros(m), np.full(n, 0.1 / n), [1.0]])
+    one, none = np.eye(n), np.zeros((n, 1))
+    above = np.hstack([A, -one, none])  # A c - b <= error
+    below = np.hstack([-A, -one, none])  # b - A c <= error
+    under = np.hstack([np.zeros((n, m)), one, -np.ones((n, 1))])  # error <= largest
+    found = linprog(cost, np.vstack([above, below, under]), np.concatenate([b, -b, np.zeros(n)]))
+    if not found.success:
+        raise ValueError(f"the constants could not be fitted: {found.message}.")
+    return [round(float(x), 6) for x in found.x[:m]]
