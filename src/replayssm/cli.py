@@ -1,4 +1,4 @@
-"""`replayssm generate` and `replayssm compare`: the replayed cache on a Transformers model folder.
+"""The `replayssm` command. Here: `generate` and `compare`, the replayed cache on a Transformers model folder.
 
 What a user got wrong ends in one sentence on stderr and exit code 2.
 """
@@ -24,6 +24,7 @@ except ImportError as error:
 
 import torch
 
+from replayssm import __version__, commands
 from replayssm.compare import (
     Comparison,
     Problem,
@@ -38,7 +39,10 @@ from replayssm.compare import (
 )
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split("\n")[0]
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Faster decoding of hybrid language models: plan it, check it, run it, measure it.",
 )
 out = Console()
 err = Console(stderr=True)
@@ -117,6 +121,15 @@ def _problems(path: Path, count: int) -> list[Problem]:
         if len(problems) == count:
             break
     return problems
+
+
+@app.callback(invoke_without_command=True)
+def _main(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version.")] = False,
+) -> None:
+    if version:
+        out.print(__version__, highlight=False)
+        raise typer.Exit
 
 
 # --- generate ---------------------------------------------------------------------------------------------------------
@@ -335,6 +348,8 @@ def _legend(window: int, new_tokens: int) -> Text:
         style="dim",
     )
 
+
+commands.register(app, _one_sentence)
 
 if __name__ == "__main__":
     app()

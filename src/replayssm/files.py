@@ -8,7 +8,7 @@ from pathlib import Path
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A path to write to, in the target's folder and with its suffix; it becomes `path` if the block ends without error.
+    """A path to write to, in the target's folder and with its suffix; it becomes `path` if the block ends well.
 
     Raises:
         ValueError: the target's folder is not there.

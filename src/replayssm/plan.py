@@ -27,7 +27,7 @@ from replayssm.recurrences import Geometry
 SCHEMA = "replayssm.plan/1"
 ACTIVATION = 2  # bytes of an activation: bf16 or fp16
 USABLE = 0.9  # of a GPU's memory, as engines take by default
-REST = (1.0, 4.0)  # the rest of the model over its limits, in engines: see ASSUMPTIONS
+REST = (1.0, 4.0)  # how many times its limits the rest of a model takes in engines; _assumptions says from where
 WINDOWS = (4, 8, 12, 16, 24, 32, 48, 64)
 MOST_ROWS = 1024
 STATE = {"fp32": 4, "bf16": 2}  # bytes of a stock state's element
@@ -153,14 +153,16 @@ _ATTENTION = {"full_attention", "attention", "hybrid", "sliding_attention", "*"}
 
 
 def from_config(folder: Path) -> Model:
-    """A model by the config.json in a folder (or by the file itself), with the class's defaults if transformers is here.
+    """A model by the config.json in a folder, or by the file itself; with the class's defaults where transformers is.
 
     Raises:
         ValueError: there is none, or it lacks what a plan needs.
     """
     path = folder if folder.is_file() else folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"{folder} holds no config.json: --model takes a name of `replayssm plan --list`, or a folder.")
+        raise ValueError(
+            f"{folder} holds no config.json: --model takes a name of `replayssm plan --list`, or a folder."
+        )
     try:
         raw = json.loads(path.read_text())
     except json.JSONDecodeError as error:
@@ -273,7 +275,7 @@ class Replayed(NamedTuple):
 
 
 class Stock(NamedTuple):
-    """What a public kernel takes beyond its bytes at the copy ceiling: us of a step, us per MB of state and of others."""
+    """What a public kernel takes beyond its bytes at the copy ceiling: us a step, us per MB of state and of others."""
 
     launch: float
     state: float
@@ -341,9 +343,7 @@ def times(of: Gpu, table: dict[str, Any] | None = None) -> Times:
             )
             for name, c in entry["replayed"].items()
         },
-        stock={
-            name: Stock(c["launch"], c["state"] * ratio, c["other"] * ratio) for name, c in entry["stock"].items()
-        },
+        stock={name: Stock(c["launch"], c["state"] * ratio, c["other"] * ratio) for name, c in entry["stock"].items()},
         origin=origin,
     )
 
@@ -521,14 +521,16 @@ def _constants(known: dict[str, Any], layer: Layer) -> Any:
     return known[layer.recurrence]
 
 
-def rest_ms(model: Model, of: Gpu, bandwidth: float, rows: int, tokens: int, context: int, tp: int, bits: int) -> float:
-    """The rest of a step at its limits: weights read once or multiplied at the peak, keys and values read once.
+def rest_ms(
+    model: Model, of: Gpu, bandwidth: float, rows: int, tokens: int, context: int, tp: int, bits: int
+) -> tuple[float, float]:
+    """The rest of a step at its limits, in ms: weights read once or multiplied at the peak; keys and values read once.
 
-    Returns:
-        ms; 0 if the model's size is unknown.
+    The first is 0 if the model's size is unknown.
     """
+    kv = rows * context * (model.kv_bytes or 0) / min(tp, model.kv_heads) / bandwidth / 1e6
     if model.size is None:
-        return 0.0
+        return 0.0, kv
     total, active = model.size
     touched = total
     if model.experts and active < total:
@@ -538,8 +540,7 @@ def rest_ms(model: Model, of: Gpu, bandwidth: float, rows: int, tokens: int, con
         touched = shared + (total - shared) * (1 - (1 - share) ** (rows * tokens))
     read = touched * bits / 8 / tp / bandwidth / 1e6
     multiplied = 2 * active * rows * tokens / tp / of.tflops / 1e9
-    kv = rows * context * (model.kv_bytes or 0) / min(tp, model.kv_heads) / bandwidth / 1e6
-    return max(read, multiplied) + kv
+    return max(read, multiplied), kv
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
@@ -566,7 +567,8 @@ class Case(NamedTuple):
     Attributes:
         stock_kernel_us, kernel_us: one recurrent layer.
         rest_ms: the rest of the model: measured if given, else at its limits; 0: unknown.
-        step_speedup: None: the rest is unknown. `step_speedup_low`: with the rest REST[1] times its limits.
+        step_speedup: None: the rest is unknown. `step_speedup_low`: with weights and products at REST[1] times their
+            limits.
         stock_fits, fits: whether so many requests have room.
     """
 
@@ -617,11 +619,15 @@ class Advice(NamedTuple):
 
 
 class Pays(NamedTuple):
-    """The batch from which on replayed kernels are predicted to be the faster ones; None: never up to MOST_ROWS."""
+    """From which batch on replayed kernels are predicted to be the faster ones, up to MOST_ROWS; None: never.
+
+    `slower_from`: the smallest batch at which they are not; None: there is none.
+    """
 
     drafts: int
     format: str
     from_batch: int | None
+    slower_from: int | None
 
 
 class Plan(NamedTuple):
@@ -638,9 +644,7 @@ class Plan(NamedTuple):
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
-        parts = {
-            name: [x._asdict() for x in getattr(self, name)] for name in ("cases", "memory", "advice", "pays")
-        }
+        parts = {name: [x._asdict() for x in getattr(self, name)] for name in ("cases", "memory", "advice", "pays")}
         return {
             "schema": SCHEMA,
             "model": self.model._asdict() | {"geometry": self.model.geometry._asdict()},
@@ -697,13 +701,16 @@ def make(model: Model, of: Gpu, options: Options, table: dict[str, Any] | None =
         T = 1 + drafts
         before = stock_bytes(layer, element, T)
         for rows in options.batches:
-            rest = rest_ms(model, of, known.read, rows, T, options.context, options.tp, options.bits)
-            rest = rest if options.rest is None else options.rest
+            work, kv_ms = rest_ms(model, of, known.read, rows, T, options.context, options.tp, options.bits)
+            rest = most = work + kv_ms if work else 0.0
+            if options.rest is not None:
+                rest = most = options.rest
+            elif work:
+                most = REST[1] * work + kv_ms
             for name in options.formats:
                 moved = replayed_bytes(layer, name, options.window, T, accepted(drafts))
                 stock, ours = kernel(rows, drafts, name, options.window)
                 old, new = (us * model.layers / 1e3 for us in (stock, ours))
-                most = REST[1] if options.rest is None else 1.0
                 room_for = requests[drafts, name]
                 cases.append(
                     Case(
@@ -723,7 +730,7 @@ def make(model: Model, of: Gpu, options: Options, table: dict[str, Any] | None =
                         stock_step_ms=rest + old,
                         step_ms=rest + new,
                         step_speedup=(rest + old) / (rest + new) if rest else None,
-                        step_speedup_low=(most * rest + old) / (most * rest + new) if rest else None,
+                        step_speedup_low=(most + old) / (most + new) if rest else None,
                         stock_fits=room_for.stock_requests >= rows,
                         fits=room_for.requests >= rows,
                     )
@@ -747,12 +754,11 @@ def make(model: Model, of: Gpu, options: Options, table: dict[str, Any] | None =
             kept = (*best_exact, exact[best_exact]) if best_exact else (None, None, None)
             advice.append(Advice(rows, drafts, *best, choices[best], *kept))
         for name in options.formats:
-            start = None
-            for rows in range(MOST_ROWS, 0, -1):
-                if speedup(rows, drafts, name, options.window) <= 1:
-                    break
-                start = rows
-            pays.append(Pays(drafts, name, start))
+            slower = [rows for rows in range(1, MOST_ROWS + 1) if speedup(rows, drafts, name, options.window) <= 1] or [
+                0
+            ]
+            start = slower[-1] + 1 if slower[-1] < MOST_ROWS else None
+            pays.append(Pays(drafts, name, start, slower[0] or None))
     return Plan(model, of, options, cases, memory, advice, pays, _assumptions(model, of, options, known, room))
 
 
@@ -769,7 +775,9 @@ def _check(options: Options) -> None:
         ("--weight-bits", (options.bits,), 1),
     ):
         if not values or min(values) < least:
-            raise ValueError(f"{name} takes whole numbers, {least} or more; got {', '.join(map(str, values)) or 'none'}.")
+            raise ValueError(
+                f"{name} takes whole numbers, {least} or more; got {', '.join(map(str, values)) or 'none'}."
+            )
     if options.accepted is not None and options.accepted < 1:
         raise ValueError(f"--accepted counts the committed tokens of a step, 1 or more; got {options.accepted:g}.")
 
@@ -798,10 +806,11 @@ def _assumptions(model: Model, of: Gpu, options: Options, known: Times, room: fl
     rest = (
         "The rest of the step is the measured time that you gave (--rest-ms)."
         if options.rest is not None
-        else "The rest of the step is at its limits (weights once at the read ceiling or products at the peak, keys and "
-        "values once; no norms, sampling, launches): an engine takes more, so the step's speedup is given as a range, "
-        f"from {REST[1]:g} times these limits to the limits themselves. Seen once each with vLLM 0.33 on one H200, batch "
-        "256: about 2.7 times (Nemotron-3-Nano-4B) and 4 times (Qwen3.5-4B). Give --rest-ms for a single figure."
+        else "The rest of the step is at its limits (weights once at the read ceiling or products at the peak, keys "
+        "and values once; no norms, sampling, launches): an engine takes more, so its speedup is given as a range, "
+        f"from {REST[1]:g} times the limits of weights and products to the limits themselves. Seen once each with vLLM "
+        "0.33 on one H200, batch 256, short contexts: about 2.7 times (Nemotron-3-Nano-4B) and 4 times (Qwen3.5-4B). "
+        "Give --rest-ms for a single figure."
     )
     measured = sorted({name for c in known.replayed.values() for name in c.decode})
     guessed = [name for name in options.formats if name not in measured]
@@ -810,10 +819,10 @@ def _assumptions(model: Model, of: Gpu, options: Options, known: Times, room: fl
         f"GPU: {of.name}, {of.memory:g} GB, {of.bandwidth:,.0f} GB/s nominal, {of.tflops:,.0f} dense 16-bit TFLOP/s "
         f"({of.source}); ceilings used: {known.read:,.0f} GB/s read, {known.copy:,.0f} GB/s read and written.",
         f"Kernel times: {known.origin}. Stock kernels: the fastest tuned public ones of those rows.",
-        "Measured rows have window 16 and one token: other windows are by bytes and by records per fold; drafts are by "
-        "bytes, with the carry's measured cost once per token.",
-        f"Stock: the state in {options.state}, read once a step and written once per token; with drafts 1 + drafts states "
-        "per request, each with its convolution inputs, as engines keep them. Drafting itself costs both the same.",
+        "Measured rows have window 16 and one token: other windows are extrapolated, by bytes and by records per fold, "
+        "drafts by bytes, with the carry's measured cost once per token.",
+        f"Stock: the state in {options.state}, read once a step and written once per token; with drafts 1 + drafts "
+        "states per request, each with its convolution inputs, as engines keep them. Drafting costs both the same.",
         f"With d drafts a step commits {'1 + 0.6 d' if options.accepted is None else format(options.accepted, 'g')} "
         "tokens on average (--accepted). Activations, keys and values take 2 bytes.",
         said,
@@ -825,7 +834,9 @@ def _assumptions(model: Model, of: Gpu, options: Options, known: Times, room: fl
         f"Tensor parallelism {options.tp}: heads are split, figures are per GPU, communication is not counted.",
     ]
     if guessed:
-        lines.append(f"No measured rows for {', '.join(guessed)}: bytes at the slowest measured format's decoding cost.")
+        lines.append(
+            f"No measured rows for {', '.join(guessed)}: bytes at the slowest measured format's decoding cost."
+        )
     return lines
 
 
@@ -892,12 +903,31 @@ def fit(rows: Sequence[dict[str, Any]], command: str) -> dict[str, Any]:
             )._asdict()
             entry["stock"][recurrence] = Stock(*_smallest_error(stock))._asdict()
         table[device] = entry
-    return {
-        "note": "What measured kernels take beyond their bytes at the memory's ceiling; units in replayssm.plan.Replayed "
-        "and Stock. Made from rows by the command; not edited by hand.",
+    made = {
+        "note": "What measured kernels take beyond their bytes at the memory's ceiling; units in "
+        "replayssm.plan.Replayed and Stock. Made from rows by the command; not edited by hand.",
         "command": command,
         "gpus": table,
     }
+    by_device = {known.device: known for known in gpus().values()}
+    for device, entry in table.items():
+        if device not in by_device:
+            raise ValueError(f"{device} has no entry in gpus.json: add its nominal figures first.")
+        of = times(by_device[device], made)
+        errors = [
+            (row["geometry"]["B"], *(abs(new / old - 1) for new, old in zip(predicted(of, row), measured, strict=True)))
+            for row in rows
+            if row["gpu"] == device
+            for measured in [(row["us"], row["baseline_us"])]
+        ]
+        entry["largest_error"] = {
+            name: {
+                side: round(max((error[i] for error in errors if error[0] >= least), default=0.0), 4)
+                for i, side in ((1, "replayed"), (2, "stock"))
+            }
+            for name, least in (("B >= 32", 32), ("any B", 1))
+        }
+    return made
 
 
 def _smallest_error(samples: list[tuple[float, float, list[float]]]) -> list[float]:
