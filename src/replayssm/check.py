@@ -92,7 +92,7 @@ class _Life:
         weights = make_weights(self.cache, self.generator)
         self.weights = cast(weights, self.cache.device)
         self.seen: Any = _OnCpu(self.cache)
-        self.twin = Twin(self.seen, weights)
+        self.twin = Twin(self.seen, weights)  # type: ignore[arg-type]  # it asks for what _OnCpu answers
         self.tokens, self.output, self.state = 0, 0.0, 0.0
         self.cache.reset(self.cache.allocate(4))
         self.twin.reset(range(4))

@@ -131,19 +131,14 @@ def _needs(package: str) -> None:
 
 def _catalogue() -> Group:
     known = _table(
-        "Models (layers: recurrent ones; state: of one request, fp32)",
-        *("model", "recurrence", "layers", "H", "G", "V", "K", "state", "parameters", "confidence"),
+        "Models (layers: recurrent ones; MiB: state of one request, fp32)",
+        *("model", "recurrence", "layers", "H G V K", "MiB", "confidence"),
     )
     for model in planning.models():
-        H, G, V, K = model.geometry
-        size = model.size
-        text = "unknown" if size is None else f"{size.total / 1e9:g}B"
-        if size is not None and size.active < size.total:
-            text += f"-A{size.active / 1e9:g}B"
-        state = f"{model.layers * H * V * K * 4 / 2**20:,.0f} MiB"
-        known.add_row(
-            model.name, model.recurrence, *map(str, (model.layers, H, G, V, K)), state, text, model.confidence
-        )
+        H, _, V, K = model.geometry
+        state = f"{model.layers * H * V * K * 4 / 2**20:,.0f}"
+        heads = " ".join(map(str, model.geometry))
+        known.add_row(model.name, model.recurrence, str(model.layers), heads, state, model.confidence)
     chips = _table("GPUs", "--gpu", "name", "GB", "GB/s", "kernel times", "source")
     for key, gpu in planning.gpus().items():
         kind = "measured" if planning.times(gpu).origin.startswith("fitted") else "scaled"
@@ -220,12 +215,20 @@ def _plan_view(made: planning.Plan) -> Group:
     return Group(head, layers, steps, memory, Text("\n".join(lines)), Text(), assumed)
 
 
+_SHORT = ("case", "model", "recurrence", "H G V K", "--gpu")  # columns that are not to be broken
+
+
 def _table(title: str, *columns: str) -> Table:
     """Names to the left, figures to the right, narrow enough for 80 columns."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in columns:
-        words = name in ("batch", "drafts", "format", "fits", "case", "model", "recurrence", "--gpu", "name")
-        table.add_column(name.replace(": ", ":\n"), justify="left" if words else "right", vertical="bottom")
+        words = name in (*_SHORT, "batch", "drafts", "format", "fits", "name", "confidence", "source")
+        table.add_column(
+            name.replace(": ", ":\n"),
+            justify="left" if words else "right",
+            vertical="bottom",
+            no_wrap=name in _SHORT,
+        )
     return table
 
 
@@ -372,7 +375,7 @@ def check(
     from replayssm import check as contract
 
     cases = contract.cases(device, tuple(format.split(",")), implementation)
-    table = _table("", "case", "tokens", "output error: largest", "allowed", "state error: largest", "allowed", "")
+    table = _table("", "case", "tokens", "output: error", "allowed", "state: error", "allowed", "")
     wrong = done = 0
     started = time.monotonic()
     with _progress() as progress:

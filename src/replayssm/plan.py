@@ -98,8 +98,7 @@ def _known(entry: dict[str, Any], sources: dict[str, str]) -> Model | None:
     part = entry.get("ssm") or entry.get("linear_attention") or {}
     names = ("nheads", "ngroups", "head_dim", "d_state") if "nheads" in part else (
         "num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim")  # fmt: skip
-    geometry = [part.get(name) for name in names]
-    if recurrence not in recurrences.names() or None in geometry:
+    if recurrence not in recurrences.names() or not all(part.get(name) for name in names):
         return None
     attention, layers = entry["attention"] or {}, entry["layers"]
     heads = attention.get("kv_heads")
@@ -119,7 +118,7 @@ def _known(entry: dict[str, Any], sources: dict[str, str]) -> Model | None:
         confidence=entry["confidence"],
         note=entry["note"],
         recurrence=recurrence,
-        geometry=Geometry(*geometry),
+        geometry=Geometry(*(part[name] for name in names)),
         layers=layers.get(recurrence) or layers[entry["recurrence"]],
         conv_width=part["conv_width"],
         kv_bytes=None if width is None else count * width * ACTIVATION,
@@ -892,8 +891,8 @@ def fit(rows: Sequence[dict[str, Any]], command: str) -> dict[str, Any]:
             ours, stock = [], []
             for row in some:
                 layer, count, moved, before = _measured(row)
-                *factors, decode = _beyond(layer, count, moved, 1)
-                chosen = [decode if row["format"] == name else 0.0 for name in names]
+                *factors, elements = _beyond(layer, count, moved, 1)
+                chosen = [elements if row["format"] == name else 0.0 for name in names]
                 ours.append((row["us"], count * moved.total / read / 1e3, [*factors, *chosen]))
                 sizes = [count * size / 1e6 for size in (before.total - before.beside, before.beside)]
                 stock.append((row["baseline_us"], count * before.total / copy / 1e3, [1.0, *sizes]))

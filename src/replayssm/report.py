@@ -20,11 +20,16 @@ WHERE = ("gpu", "device", "date", "commit", "command")  # of a row, beside its v
 
 
 class Grid(NamedTuple):
-    """A table: its title, column names and cells; cells that start with a digit are set to the right."""
+    """A table: its title, column names, cells, and what is the same in all of its rows."""
 
     title: str
     columns: list[str]
     rows: list[list[str]]
+    common: str = ""
+
+    def figures(self, i: int) -> bool:
+        """Whether a column holds figures, which are set to the right."""
+        return all(not row[i] or row[i][0].isdigit() for row in self.rows)
 
 
 def page(results: Path) -> str:
@@ -144,7 +149,10 @@ def _plain_grid(name: str, rows: list[dict[str, Any]]) -> Grid:
     """Rows as they are, without where they come from; fields that are nested too deep for a cell are left out."""
     flat = [_flat(row) for row in rows]
     columns = list(dict.fromkeys(key for row in flat for key in row))
-    return Grid(f"Other rows ({name})", columns, [[row.get(column, "") for column in columns] for row in flat])
+    same = [name for name in columns if len(flat) > 1 and len({row.get(name) for row in flat}) == 1]
+    columns = [name for name in columns if name not in same]
+    common = ", ".join(f"{name} {flat[0][name]}" for name in same)
+    return Grid(f"Other rows ({name})", columns, [[row.get(column, "") for column in columns] for row in flat], common)
 
 
 def _flat(row: dict[str, Any]) -> dict[str, str]:
