@@ -131,14 +131,14 @@ def _needs(package: str) -> None:
 
 def _catalogue() -> Group:
     known = _table(
-        "Models (layers: recurrent ones; MiB: state of one request, fp32)",
-        *("model", "recurrence", "layers", "H G V K", "MiB", "confidence"),
+        "Models (recurrent layers and their sizes; MiB: state of one request, fp32)",
+        *("model", "recurrence", "layers x H G V K", "MiB", "confidence"),
     )
     for model in planning.models():
         H, _, V, K = model.geometry
         state = f"{model.layers * H * V * K * 4 / 2**20:,.0f}"
-        heads = " ".join(map(str, model.geometry))
-        known.add_row(model.name, model.recurrence, str(model.layers), heads, state, model.confidence)
+        sizes = f"{model.layers} x {' '.join(map(str, model.geometry))}"
+        known.add_row(model.name, model.recurrence, sizes, state, model.confidence)
     chips = _table("GPUs", "--gpu", "name", "GB", "GB/s", "kernel times", "source")
     for key, gpu in planning.gpus().items():
         kind = "measured" if planning.times(gpu).origin.startswith("fitted") else "scaled"
@@ -215,12 +215,14 @@ def _plan_view(made: planning.Plan) -> Group:
     return Group(head, layers, steps, memory, Text("\n".join(lines)), Text(), assumed)
 
 
-_SHORT = ("case", "model", "recurrence", "H G V K", "--gpu")  # columns that are not to be broken
+_SHORT = ("case", "model", "recurrence", "layers x H G V K", "--gpu")  # columns that are not to be broken
 
 
 def _table(title: str, *columns: str) -> Table:
     """Names to the left, figures to the right, narrow enough for 80 columns."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
     for name in columns:
         words = name in (*_SHORT, "batch", "drafts", "format", "fits", "name", "confidence", "source")
         table.add_column(

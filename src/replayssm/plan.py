@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -678,11 +679,14 @@ def make(model: Model, of: Gpu, options: Options, table: dict[str, Any] | None =
     def accepted(drafts: int) -> float:
         return 1 + 0.6 * drafts if options.accepted is None or not drafts else min(options.accepted, 1.0 + drafts)
 
+    @cache
+    def bytes_of(drafts: int, name: str, window: int) -> tuple[Moved, Moved]:
+        ours = replayed_bytes(layer, name, window, 1 + drafts, accepted(drafts))
+        return stock_bytes(layer, element, 1 + drafts), ours
+
     def kernel(rows: int, drafts: int, name: str, window: int) -> tuple[float, float]:
-        T = 1 + drafts
-        stock = stock_us(known, layer, rows, stock_bytes(layer, element, T))
-        moved = replayed_bytes(layer, name, window, T, accepted(drafts))
-        return stock, replayed_us(known, layer, rows, name, moved, T)
+        before, moved = bytes_of(drafts, name, window)
+        return stock_us(known, layer, rows, before), replayed_us(known, layer, rows, name, moved, 1 + drafts)
 
     room = of.memory * 1e9 * USABLE - (_weights(model, options.bits) or 0) / options.tp
     kv = (model.kv_bytes or 0) / min(options.tp, model.kv_heads) * options.context
@@ -697,17 +701,15 @@ def make(model: Model, of: Gpu, options: Options, table: dict[str, Any] | None =
 
     cases = []
     for drafts in options.drafts:
-        T = 1 + drafts
-        before = stock_bytes(layer, element, T)
         for rows in options.batches:
-            work, kv_ms = rest_ms(model, of, known.read, rows, T, options.context, options.tp, options.bits)
+            work, kv_ms = rest_ms(model, of, known.read, rows, 1 + drafts, options.context, options.tp, options.bits)
             rest = most = work + kv_ms if work else 0.0
             if options.rest is not None:
                 rest = most = options.rest
             elif work:
                 most = REST[1] * work + kv_ms
             for name in options.formats:
-                moved = replayed_bytes(layer, name, options.window, T, accepted(drafts))
+                before, moved = bytes_of(drafts, name, options.window)
                 stock, ours = kernel(rows, drafts, name, options.window)
                 old, new = (us * model.layers / 1e3 for us in (stock, ours))
                 room_for = requests[drafts, name]
