@@ -172,9 +172,11 @@ def _plan_view(made: planning.Plan) -> Group:
         style="bold",
     )
     layers = _table(
-        "One step", "batch", "drafts", "format", "bytes: stock", "replayed", "us a layer: stock", "replayed", ""
+        "One step", "batch", "drafts", "format", "bytes: stock", "replayed", "us a layer: stock", "replayed", "speedup"
     )
-    steps = _table("The model's step, and room", "batch", "drafts", "format", "ms: stock", "replayed", "", "fits")
+    steps = _table(
+        "The model's step, and room", "batch", "drafts", "format", "ms: stock", "replayed", "speedup", "fits"
+    )
     room = {(True, True): "both", (False, True): "replayed", (True, False): "stock", (False, False): "neither"}
     for i, case in enumerate(made.cases):
         end = (i + 1) % len(options.formats) == 0
@@ -212,7 +214,8 @@ def _plan_view(made: planning.Plan) -> Group:
         else:
             lines.append(f"{where} pays from batch {pay.from_batch} on; slower from {pay.slower_from} to below that.")
     assumed = Text("Assumptions\n" + "\n".join(f"- {line}" for line in made.assumptions), style="dim")
-    return Group(head, layers, steps, memory, Text("\n".join(lines)), Text(), assumed)
+    space = Text()
+    return Group(head, layers, space, steps, space, memory, space, Text("\n".join(lines)), space, assumed)
 
 
 _SHORT = ("case", "model", "recurrence", "layers x H G V K", "--gpu")  # columns that are not to be broken
@@ -221,7 +224,12 @@ _SHORT = ("case", "model", "recurrence", "layers x H G V K", "--gpu")  # columns
 def _table(title: str, *columns: str) -> Table:
     """Names to the left, figures to the right, narrow enough for 80 columns."""
     table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
     )
     for name in columns:
         words = name in (*_SHORT, "batch", "drafts", "format", "fits", "name", "confidence", "source")
@@ -230,6 +238,7 @@ def _table(title: str, *columns: str) -> Table:
             justify="left" if words else "right",
             vertical="bottom",
             no_wrap=name in _SHORT,
+            overflow="fold",
         )
     return table
 
