@@ -8,9 +8,8 @@ import torch
 from replayssm import Geometry, ReplayCache, decode
 
 H, G, V, K, VOCABULARY = 4, 2, 16, 16, 64
-_random = torch.Generator().manual_seed(0)
-EMBED = torch.randn(VOCABULARY, 2 * G * K + H * V + 2 * H, generator=_random)  # a toy model: one recurrent layer
-HEAD = torch.randn(H * V, VOCABULARY, generator=_random)
+EMBED = torch.randn(VOCABULARY, 2 * G * K + H * V + 2 * H, generator=torch.Generator().manual_seed(0))
+HEAD = EMBED[:, : H * V].T  # a toy model: one recurrent layer
 
 
 def model(cache, step, tokens):
