@@ -1,6 +1,7 @@
 """plan, info, check, report, bench, plot: what they print and write, and that nothing is left half-written."""
 
 import json
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -201,6 +202,14 @@ def test_report_escapes_what_rows_say(tmp_path: Path) -> None:
 def test_bench_passes_on_to_its_programs() -> None:
     assert "kernels" in run("bench", "--help").output
     assert "--launches" in run("bench", "kernels", "--help").output
+
+
+def test_bench_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for name in ("replayssm.bench.__main__", "replayssm.bench.cpu"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delattr("replayssm.bench.cpu", raising=False)
+    assert "this needs transformers: pip install 'replayssm[bench]'." in run("bench", "cpu", code=2).stderr
 
 
 def test_plot_draws_measured_rows(tmp_path: Path) -> None:

@@ -388,7 +388,8 @@ def check(
     cases = contract.cases(device, tuple(format.split(",")), implementation)
     table = _table("", "case", "tokens", "output: error", "allowed", "state: error", "allowed", "")
     wrong = done = 0
-    started = time.monotonic()
+    started, threads = time.monotonic(), torch.get_num_threads()
+    torch.set_num_threads(1)  # sizes are too small for two, which would wait for each other on a busy machine
     with _progress() as progress:
         task = progress.add_task("check", total=len(cases))
         for case in cases:
@@ -404,6 +405,7 @@ def check(
                 f"{outcome.state:.1e}", f"{outcome.state_allowed:.1e}",
                 Text("right", style="green") if outcome.fault is None else Text(outcome.fault, style="red"),
             )  # fmt: skip
+    torch.set_num_threads(threads)
     out.print(table)
     where = cases[0].device
     if wrong:
@@ -436,7 +438,10 @@ def report(
 
 def bench(context: typer.Context) -> None:
     """Measure, and append rows to results/: cpu, kernels (see `replayssm bench --help`)."""
-    app = importlib.import_module("replayssm.bench.__main__").app
+    try:
+        app = importlib.import_module("replayssm.bench.__main__").app
+    except ImportError as error:
+        raise ValueError(f"this needs {error.name}: pip install 'replayssm[bench]'.") from error
     app(args=context.args, prog_name="replayssm bench")
 
 
