@@ -1,4 +1,4 @@
-"""MkDocs hooks: pages show the pictures of results/, which lie beside docs/, and link to them as the repository does."""
+"""MkDocs hooks: pages show the pictures of results/, which lie beside docs/, by the links that the repository needs."""
 
 from pathlib import Path
 
