@@ -1,6 +1,8 @@
 """plan, info, check, report, bench, plot: what they print and write, and that nothing is left half-written."""
 
 import json
+import shutil
+import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -188,6 +190,28 @@ def test_report_is_one_page_with_every_figure_and_where_it_comes_from(tmp_path: 
 
 def _plain(row: dict) -> bool:
     return row["bench"] == "decode" and row["tokens"] == 1 and row["staggered"]
+
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium; the test above reads the page without one")
+@pytest.mark.parametrize("width", [400, 1280])
+def test_report_in_a_browser(width: int, tmp_path: Path) -> None:
+    """Nothing is wider than the window but tables, which scroll by themselves; every picture is shown."""
+    run("report", "--results", ROOT / "results", "--out", tmp_path / "report.html")
+    asked = """<script>addEventListener("load", () => {
+      const wide = document.documentElement.scrollWidth > innerWidth
+      const dark = [...document.images].filter(image => !image.naturalWidth).length
+      document.title = `wide ${wide} dark ${dark} of ${document.images.length}`
+    })</script></body>"""
+    page = tmp_path / "asked.html"
+    page.write_text((tmp_path / "report.html").read_text().replace("</body>", asked))
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    pictures = len(list((ROOT / "results").glob("*.png")))
+    assert f"<title>wide false dark 0 of {pictures}</title>" in shown, shown[:300]
 
 
 def test_report_escapes_what_rows_say(tmp_path: Path) -> None:
