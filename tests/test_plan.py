@@ -99,6 +99,25 @@ def test_times_follow_the_rows() -> None:
             assert plan.predicted(of, row)[0] == pytest.approx(row["us"], rel=0.15)
 
 
+@pytest.mark.parametrize("case", sorted({row["case"] for row in ROWS if row["bench"] == "decode"}))
+def test_a_geometry_without_rows_is_predicted_within_20_percent(case: str) -> None:
+    """Constants fitted to the other geometries of a recurrence: what a plan for any other model rests on."""
+    pytest.importorskip("scipy")
+    rows = [row for row in plan.kernel_rows(ROWS) if row["gpu"] == H200.device]
+    mine = [row for row in rows if row["case"] == case]
+    others = [row for row in rows if row["case"] != case]
+    if mine[0]["recurrence"] not in {row["recurrence"] for row in others}:
+        with pytest.raises(ValueError, match="no measured times for"):
+            plan.predicted(plan.times(H200, plan.fit(others, "test")), mine[0])
+        return
+    of = plan.times(H200, plan.fit(others, "test"))
+    for row in mine:
+        if row["geometry"]["B"] >= 32:
+            replayed, stock = plan.predicted(of, row)
+            assert replayed == pytest.approx(row["us"], rel=0.2)
+            assert stock == pytest.approx(row["baseline_us"], rel=0.2)
+
+
 def test_a_gpu_without_rows_takes_bytes_at_its_own_speed() -> None:
     h200, b200 = plan.times(H200), plan.times(plan.gpu("b200"))
     assert b200.read / h200.read == pytest.approx(8000 / 4800)

@@ -146,13 +146,6 @@ def _catalogue() -> Group:
     return Group(known, chips)
 
 
-def _size(count: float) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
-        if count >= scale:
-            return f"{count / scale:,.1f} {unit}"
-    return f"{count / 1e3:,.1f} kB"
-
-
 def _microseconds(us: float) -> str:
     return f"{us:,.1f}" if us < 100 else f"{us:,.0f}"
 
@@ -171,21 +164,25 @@ def _plan_view(made: planning.Plan) -> Group:
         f"{model.name}: {model.layers} {model.recurrence} layers of H {H} G {G} V {V} K {K}, on {made.gpu.name}\n",
         style="bold",
     )
-    layers = _table(
-        "One step", "batch", "drafts", "format", "bytes: stock", "replayed", "us a layer: stock", "replayed", "speedup"
+    moved = _table(
+        "State that a step moves per request, MB",
+        *("drafts", "format", "read: stock", "replayed", "written: stock", "replayed", "fewer by"),
     )
+    for case in made.cases:
+        if case.batch == options.batches[0]:
+            sizes = [size / case.batch / 1e6 for size in (case.stock_read, case.read, case.stock_written, case.written)]
+            less = (case.stock_read + case.stock_written) / (case.read + case.written)
+            moved.add_row(str(case.drafts), case.format, *(f"{size:,.1f}" for size in sizes), f"{less:.2f}x")
+    layers = _table("One recurrent layer, us a step", "batch", "drafts", "format", "stock", "replayed", "speedup")
     steps = _table(
-        "The model's step, and room", "batch", "drafts", "format", "ms: stock", "replayed", "speedup", "fits"
+        "The model's step, ms, and who has room", "batch", "drafts", "format", "stock", "replayed", "speedup", "fits"
     )
     room = {(True, True): "both", (False, True): "replayed", (True, False): "stock", (False, False): "neither"}
     for i, case in enumerate(made.cases):
         end = (i + 1) % len(options.formats) == 0
         names = str(case.batch), str(case.drafts), case.format
-        layers.add_row(
-            *names, _size(case.stock_read + case.stock_written), _size(case.read + case.written),
-            _microseconds(case.stock_kernel_us), _microseconds(case.kernel_us), f"{case.kernel_speedup:.2f}x",
-            end_section=end,
-        )  # fmt: skip
+        us = _microseconds(case.stock_kernel_us), _microseconds(case.kernel_us)
+        layers.add_row(*names, *us, f"{case.kernel_speedup:.2f}x", end_section=end)
         ms = ["unknown", "unknown"]
         if case.step_speedup is not None:
             ms = [f"{case.stock_step_ms:.2f}", f"{case.step_ms:.2f}"]
@@ -215,7 +212,7 @@ def _plan_view(made: planning.Plan) -> Group:
             lines.append(f"{where} pays from batch {pay.from_batch} on; slower from {pay.slower_from} to below that.")
     assumed = Text("Assumptions\n" + "\n".join(f"- {line}" for line in made.assumptions), style="dim")
     space = Text()
-    return Group(head, layers, space, steps, space, memory, space, Text("\n".join(lines)), space, assumed)
+    return Group(head, moved, space, layers, space, steps, space, memory, space, Text("\n".join(lines)), space, assumed)
 
 
 _SHORT = ("case", "model", "recurrence", "layers x H G V K", "--gpu")  # columns that are not to be broken

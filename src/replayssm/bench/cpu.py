@@ -24,6 +24,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
@@ -73,7 +74,8 @@ def main(
     folders = sorted(path.parent for path in models.glob("*/model.safetensors"))
     parts = [partial(layer_rows, name, batch, samples, formats) for name in LAYERS]
     parts += [partial(model_rows, folder, models / "heldout.jsonl", formats) for folder in folders]
-    for part in parts:
+    # the bar is drawn seldom: it shares the CPU with what is timed
+    for part in track(parts, "measuring", console=Console(stderr=True), transient=True, refresh_per_second=0.5):
         measured = part()
         append_rows(out, measured, origin)
         rows += measured
