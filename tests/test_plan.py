@@ -136,6 +136,19 @@ def test_experts_are_read_as_far_as_a_batch_takes_them() -> None:
     assert many == pytest.approx(120e9 * 2 / 4400e6, rel=1e-3)
 
 
+def test_weights_that_are_there_are_read_as_they_are() -> None:
+    """A quantised checkpoint beside its config, whatever --weight-bits says."""
+    model = plan.find("Qwen3.5-27B")._replace(weight_bytes=15_000_000_000)
+    assert plan.rest_ms(model, H200, 4400, 1, 1, 0, 1, 16)[0] == pytest.approx(15e9 / 4400e6)
+
+
+def test_every_draft_walks_the_ring() -> None:
+    one = layer("Qwen3.5-4B")
+    moved = plan.replayed_bytes(one, "fp32", 16, 5, 3.5)
+    (_, single, *_), (_, five, *_) = (plan._beyond(one, 1, moved, tokens) for tokens in (1, 5))
+    assert five - single == pytest.approx(4 * moved.ring_read / 1e6)
+
+
 # ---- memory: the planner cases ----
 
 

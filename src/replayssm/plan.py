@@ -383,7 +383,8 @@ class Moved(NamedTuple):
     Attributes:
         checkpoint: read by tokens.
         ring_read, ring_written: records.
-        flush_read, flush_written: what a flush moves beyond what tokens have read already.
+        flush_read, flush_written: what a flush moves beyond what tokens have read already; in the stock scheme, the
+            states that every step writes.
         conv_read, conv_written: convolution inputs.
         activations: the step's inputs and outputs.
         due: flushes per step, and `folded` the records of one.
@@ -457,7 +458,7 @@ def stock_bytes(layer: Layer, element: int = 4, tokens: int = 1) -> Moved:
         flush_read=0.0,
         flush_written=tokens * layer.elements * element,
         conv_read=window,
-        conv_written=tokens * window if tokens == 1 else window + tokens * C * ACTIVATION,
+        conv_written=window + (tokens - 1) * C * ACTIVATION,
         activations=tokens * (C + H * V) * ACTIVATION,
         due=1.0,
         folded=tokens,
@@ -487,11 +488,15 @@ def stock_memory(
 
 
 def _beyond(layer: Layer, rows: int, moved: Moved, tokens: int) -> tuple[float, float, float, float, float]:
-    """What Replayed's constants are multiplied with, in its order: 1, MB, MB, waits, million elements."""
+    """What Replayed's constants are multiplied with, in its order: 1, MB, MB, waits, million elements.
+
+    The carry of every token walks the ring, which is read once.
+    """
     flushes = rows * moved.due
+    walked = moved.beside + (tokens - 1) * moved.ring_read
     wait = min(1.0, flushes) / math.sqrt(max(1.0, flushes)) * moved.folded / 16
     flush = rows * (moved.flush_read + moved.flush_written) / 1e6
-    return 1.0, rows * moved.beside * tokens / 1e6, flush, wait, rows * layer.elements / 1e6
+    return 1.0, rows * walked / 1e6, flush, wait, rows * layer.elements / 1e6
 
 
 def replayed_us(of: Times, layer: Layer, rows: int, format: str, moved: Moved, tokens: int = 1) -> float:
@@ -532,13 +537,13 @@ def rest_ms(
     if model.size is None:
         return 0.0, kv
     total, active = model.size
-    touched = total
+    touched, weights = total, _weights(model, bits) or 0.0
     if model.experts and active < total:
         experts, chosen = model.experts
         share = chosen / experts
         shared = max(0.0, (active - total * share) / (1 - share))
         touched = shared + (total - shared) * (1 - (1 - share) ** (rows * tokens))
-    read = touched * bits / 8 / tp / bandwidth / 1e6
+    read = weights * touched / total / tp / bandwidth / 1e6
     multiplied = 2 * active * rows * tokens / tp / of.tflops / 1e9
     return max(read, multiplied), kv
 
@@ -750,6 +755,7 @@ def make(model: Model, of: Gpu, options: Options, table: dict[str, Any] | None =
                 for window in WINDOWS
                 if window > drafts
             }
+            # an fp32 state takes 4 bytes of what is kept, in one plane or several
             exact = {choice: gain for choice, gain in choices.items() if formats_[choice[0]].stored_bytes >= 4}
             best, best_exact = max(choices, key=choices.__getitem__), max(exact, key=exact.__getitem__, default=None)
             kept = (*best_exact, exact[best_exact]) if best_exact else (None, None, None)

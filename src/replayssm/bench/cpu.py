@@ -55,7 +55,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 def main(
     batch: Annotated[int, typer.Option(help="Rows.")] = 64,
-    samples: Annotated[int, typer.Option(help="Windows of 16 steps that are timed, for each cache.")] = 7,
+    samples: Annotated[int, typer.Option(help="Windows of 16 steps that are timed, for each cache.", min=2)] = 7,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
     formats: Annotated[list[str], typer.Option("--format", help="Storage formats of the checkpoint.")] = [  # noqa: B006
         "fp32",
