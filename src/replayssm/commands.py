@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from replayssm import __version__, files, formats, implementations, recurrences
+from replayssm import __version__, files, implementations, recurrences
 from replayssm import plan as planning
 
 out = Console()
@@ -345,9 +345,8 @@ def facts() -> dict[str, str]:
         found[f"implementation {name}"] = _why(name)
     found["by default"] = "triton on a GPU, torch on the CPU; ask for another with ReplayCache(implementation=...)"
     found["recurrences"] = ", ".join(recurrences.names())
-    found["formats"] = ", ".join(
-        f"{name} ({fmt.stored_bytes:g} B kept, {fmt.read_bytes:g} B read)" for name, fmt in formats.FORMATS.items()
-    )
+    sizes = {name: planning.element_bytes(name, 128) for name in ("fp32", "split16", "bf16", "fp16")}
+    found["formats"] = ", ".join(f"{name} ({kept:g} B kept, {read:g} B read)" for name, (kept, read) in sizes.items())
     return found
 
 

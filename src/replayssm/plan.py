@@ -422,23 +422,33 @@ class Moved(NamedTuple):
         return self.ring_read + self.ring_written + self.conv_read + self.conv_written + self.activations
 
 
+def element_bytes(format: str, K: int) -> tuple[float, float]:
+    """Bytes kept, and bytes read per token, of one state element.
+
+    Raises:
+        ValueError: there is no such format.
+    """
+    fmt = formats.get(format)
+    return fmt.stored_bytes, fmt.read_bytes
+
+
 def replayed_bytes(layer: Layer, format: str, window: int, tokens: int = 1, accepted: float = 1.0) -> Moved:
     """A step of `tokens` tokens of which `accepted` are committed on average, as the GPU implementation moves them.
 
-    A slot is due when the step's tokens would pass the window, so it waits for window - tokens + accepted records.
+    A slot is due when the step's tokens would pass the window. It then holds more than window - tokens records, by half
+    a step's worth on average.
     """
-    fmt, C = formats.get(format), layer.channels
-    folded = max(window - tokens + accepted, accepted)
+    H, _, V, K = layer.geometry
+    (stored, read), C = element_bytes(format, K), layer.channels
+    folded = max(window - tokens + (accepted + 1) / 2, accepted)
     due = accepted / folded
     seen = max(window - tokens, 0) / 2 + tokens
-    again = fmt.stored_bytes - fmt.read_bytes  # what the read has not brought already
-    H, _, V, _ = layer.geometry
     return Moved(
-        checkpoint=layer.elements * fmt.read_bytes,
+        checkpoint=layer.elements * read,
         ring_read=seen * layer.record,
         ring_written=tokens * layer.record,
-        flush_read=due * (layer.elements * again + folded * layer.record),
-        flush_written=due * layer.elements * fmt.stored_bytes,
+        flush_read=due * (layer.elements * (stored - read) + folded * layer.record),
+        flush_written=due * layer.elements * stored,
         conv_read=(layer.conv_width - 1) * C * ACTIVATION,
         conv_written=tokens * C * ACTIVATION,
         activations=tokens * (C + H * V) * ACTIVATION,
@@ -469,7 +479,8 @@ def replayed_memory(layer: Layer, format: str, window: int, drafts: int = 0) -> 
     """Bytes of one request in one layer: as ReplayCache.nbytes without its cursors, which all layers share."""
     tokens = 1 + drafts
     conv = (layer.conv_width - 1 + tokens) * layer.channels * ACTIVATION
-    return layer.elements * formats.get(format).stored_bytes + (window + tokens) * layer.record + conv
+    stored, _ = element_bytes(format, layer.geometry.K)
+    return layer.elements * stored + (window + tokens) * layer.record + conv
 
 
 def stock_memory(
@@ -679,7 +690,6 @@ def make(model: Model, of: Gpu, options: Options, table: dict[str, Any] | None =
     """
     _check(options)
     layer, known, element = on_device(model, options.tp), times(of, table), STATE[options.state]
-    formats_ = {name: formats.get(name) for name in options.formats}
 
     def accepted(drafts: int) -> float:
         return 1 + 0.6 * drafts if options.accepted is None or not drafts else min(options.accepted, 1.0 + drafts)
@@ -756,7 +766,11 @@ def make(model: Model, of: Gpu, options: Options, table: dict[str, Any] | None =
                 if window > drafts
             }
             # an fp32 state takes 4 bytes of what is kept, in one plane or several
-            exact = {choice: gain for choice, gain in choices.items() if formats_[choice[0]].stored_bytes >= 4}
+            exact = {
+                (name, window): gain
+                for (name, window), gain in choices.items()
+                if element_bytes(name, layer.geometry.K)[0] >= 4
+            }
             best, best_exact = max(choices, key=choices.__getitem__), max(exact, key=exact.__getitem__, default=None)
             kept = (*best_exact, exact[best_exact]) if best_exact else (None, None, None)
             advice.append(Advice(rows, drafts, *best, choices[best], *kept))
@@ -771,7 +785,7 @@ def make(model: Model, of: Gpu, options: Options, table: dict[str, Any] | None =
 
 def _check(options: Options) -> None:
     for name in options.formats:
-        formats.get(name)
+        element_bytes(name, 1)
     if options.state not in STATE:
         raise checks.unknown("stock state", options.state, STATE)
     for name, values, least in (
