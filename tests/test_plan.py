@@ -119,7 +119,7 @@ def test_times_follow_the_rows() -> None:
             assert plan.predicted(of, row)[0] == pytest.approx(row["us"], rel=0.15)
 
 
-@pytest.mark.parametrize("case", sorted({row["case"] for row in ROWS if row["bench"] == "decode"}))
+@pytest.mark.parametrize("case", sorted({row["case"] for row in plan.kernel_rows(ROWS)}))
 def test_a_geometry_without_rows_is_predicted_within_20_percent(case: str) -> None:
     """Constants fitted to the other geometries of a recurrence: what a plan for any other model rests on."""
     pytest.importorskip("scipy")

@@ -115,7 +115,7 @@ def _fit(rows: Path, target: Path) -> None:
     table = planning.fit(measured, f"replayssm plan --fit {rows}")
     with files.whole(target) as part:
         part.write_text(json.dumps(table, indent=1) + "\n")
-    view = Table("GPU", "rows", "largest error, B >= 32: replayed", "stock", "any B: replayed", "stock")
+    view = _table("Largest relative errors", "name", "rows", "B >= 32: replayed", "stock", "any B: replayed", "stock")
     for device, entry in table["gpus"].items():
         errors = entry["largest_error"]
         view.add_row(
@@ -198,9 +198,9 @@ def _plan_view(made: planning.Plan) -> Group:
     lines = []
     for best in made.advice:
         text = f"Fastest at batch {best.batch}, {best.drafts} drafts: "
-        text += _choice(best.format, best.window, best.kernel_speedup)
+        text += _choice(*best[2:5], best.measured)
         if best.exact_format not in (None, best.format):
-            text += f"; with an fp32 state {_choice(best.exact_format, best.exact_window, best.exact_speedup)}"
+            text += f"; with an fp32 state {_choice(*best[5:])}"
         lines.append(text + ".")
     for pay in made.pays:
         where = f"{pay.format}, window {options.window}, {pay.drafts} drafts:"
@@ -240,8 +240,8 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _choice(format: str | None, window: int | None, speedup: float | None) -> str:
-    extrapolated = "" if window == 16 else ", extrapolated"
+def _choice(format: str | None, window: int | None, speedup: float | None, measured: tuple[int, ...]) -> str:
+    extrapolated = "" if window in measured else ", extrapolated"
     return f"{format}, window {window} ({speedup:.2f}x{extrapolated})"
 
 

@@ -287,12 +287,14 @@ class Times(NamedTuple):
 
     Attributes:
         read, copy: ceilings in GB/s.
+        windows: of the rows; others are extrapolated.
         replayed, stock: by recurrence.
         origin: one sentence: which rows, or which other GPU's.
     """
 
     read: float
     copy: float
+    windows: tuple[int, ...]
     replayed: dict[str, Replayed]
     stock: dict[str, Stock]
     origin: str
@@ -333,6 +335,7 @@ def times(of: Gpu, table: dict[str, Any] | None = None) -> Times:
     return Times(
         read=entry["read_gbps"] / ratio,
         copy=entry["copy_gbps"] / ratio,
+        windows=tuple(entry["windows"]),
         replayed={
             name: Replayed(
                 c["launch"],
@@ -622,7 +625,10 @@ class Memory(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """Of all formats asked for and WINDOWS, the fastest at a batch; `exact`: of those that keep the state in fp32."""
+    """Of all formats asked for and WINDOWS, the fastest at a batch; `exact`: of those that keep the state in fp32.
+
+    `measured`: the windows of measured rows; others are extrapolated.
+    """
 
     batch: int
     drafts: int
@@ -632,6 +638,7 @@ class Advice(NamedTuple):
     exact_format: str | None
     exact_window: int | None
     exact_speedup: float | None
+    measured: tuple[int, ...]
 
 
 class Pays(NamedTuple):
@@ -772,8 +779,9 @@ def make(model: Model, of: Gpu, options: Options, table: dict[str, Any] | None =
                 if element_bytes(name, layer.geometry.K)[0] >= 4
             }
             best, best_exact = max(choices, key=choices.__getitem__), max(exact, key=exact.__getitem__, default=None)
-            kept = (*best_exact, exact[best_exact]) if best_exact else (None, None, None)
-            advice.append(Advice(rows, drafts, *best, choices[best], *kept))
+            exact_format, exact_window = best_exact or (None, None)
+            gain = exact[best_exact] if best_exact else None
+            advice.append(Advice(rows, drafts, *best, choices[best], exact_format, exact_window, gain, known.windows))
         for name in options.formats:
             slower = [rows for rows in range(1, MOST_ROWS + 1) if speedup(rows, drafts, name, options.window) <= 1] or [
                 0
@@ -840,8 +848,8 @@ def _assumptions(model: Model, of: Gpu, options: Options, known: Times, room: fl
         f"GPU: {of.name}, {of.memory:g} GB, {of.bandwidth:,.0f} GB/s nominal, {of.tflops:,.0f} dense 16-bit TFLOP/s "
         f"({of.source}); ceilings used: {known.read:,.0f} GB/s read, {known.copy:,.0f} GB/s read and written.",
         f"Kernel times: {known.origin}. Stock kernels: the fastest tuned public ones of those rows.",
-        "Measured rows have window 16 and one token: other windows are extrapolated, by bytes and by records per fold, "
-        "drafts by bytes, with the carry's measured cost once per token.",
+        f"Measured rows have window {', '.join(map(str, known.windows))} and one token: others are extrapolated, by "
+        "bytes and by records per fold, drafts by bytes, with the carry's measured cost once per token.",
         f"Stock: the state in {options.state}, read once a step and written once per token; with drafts 1 + drafts "
         "states per request, each with its convolution inputs, as engines keep them. Drafting costs both the same.",
         f"With d drafts a step commits {'1 + 0.6 d' if options.accepted is None else format(options.accepted, 'g')} "
@@ -906,7 +914,8 @@ def fit(rows: Sequence[dict[str, Any]], command: str) -> dict[str, Any]:
         read, copy = (
             sorted(row["ceilings"][name] for row in here)[len(here) // 2] for name in ("read_gbps", "copy_gbps")
         )
-        entry: dict[str, Any] = {"rows": len(here), "read_gbps": read, "copy_gbps": copy, "replayed": {}, "stock": {}}
+        entry: dict[str, Any] = {"rows": len(here), "read_gbps": read, "copy_gbps": copy}
+        entry |= {"windows": sorted({row["window"] for row in here}), "replayed": {}, "stock": {}}
         for recurrence in sorted({row["recurrence"] for row in here}):
             some = [row for row in here if row["recurrence"] == recurrence]
             names = sorted({row["format"] for row in some})
