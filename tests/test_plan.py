@@ -239,6 +239,11 @@ def test_a_step_is_the_rest_and_the_layers() -> None:
     assert 1 < case.step_speedup_low < case.step_speedup < case.kernel_speedup
 
 
+def test_more_drafts_than_any_window_and_no_rest() -> None:
+    made = plan.make(plan.find("Qwen3.5-4B"), H200, plan.Options(drafts=(64,), batches=(8,), window=8, rest=0.0))
+    assert made.advice[0].window == 8 and made.cases[0].step_speedup == pytest.approx(made.cases[0].kernel_speedup)
+
+
 def test_every_known_model_has_a_plan() -> None:
     known = plan.models()
     assert len(known) >= 35 and {model.recurrence for model in known} == set(recurrences.names())

@@ -689,106 +689,138 @@ def on_device(model: Model, tp: int) -> Layer:
     return Layer(model.recurrence, Geometry(H // tp, max(1, G // tp), V, K), model.conv_width)
 
 
+class _Maker:
+    """Model, GPU and options on one page, and the parts of their plan."""
+
+    def __init__(self, model: Model, of: Gpu, options: Options, table: dict[str, Any] | None) -> None:
+        self.model, self.gpu, self.options = model, of, options
+        self.layer, self.times = on_device(model, options.tp), times(of, table)
+        self.bytes_of = cache(self._bytes)
+
+    def accepted(self, drafts: int) -> float:
+        """Tokens that a step commits."""
+        given = self.options.accepted
+        return 1 + 0.6 * drafts if given is None or not drafts else min(given, 1.0 + drafts)
+
+    def _bytes(self, drafts: int, format: str, window: int) -> tuple[Moved, Moved]:
+        """Of a row's step in one layer: stock, replayed."""
+        ours = replayed_bytes(self.layer, format, window, 1 + drafts, self.accepted(drafts))
+        return stock_bytes(self.layer, STATE[self.options.state], 1 + drafts), ours
+
+    def kernel(self, rows: int, drafts: int, format: str, window: int) -> tuple[float, float]:
+        """Microseconds of one layer's step: stock, replayed."""
+        stock, ours = self.bytes_of(drafts, format, window)
+        return (
+            stock_us(self.times, self.layer, rows, stock),
+            replayed_us(self.times, self.layer, rows, format, ours, 1 + drafts),
+        )
+
+    def speedup(self, rows: int, drafts: int, format: str, window: int) -> float:
+        """Of one layer's step."""
+        stock, ours = self.kernel(rows, drafts, format, window)
+        return stock / ours
+
+    @property
+    def room(self) -> float:
+        """Bytes of one GPU that are left beside the weights."""
+        weights = _weights(self.model, self.options.bits) or 0.0
+        return self.gpu.memory * 1e9 * USABLE - weights / self.options.tp
+
+    def memory(self, drafts: int, format: str) -> Memory:
+        """A request's state in both schemes."""
+        options, layers = self.options, self.model.layers
+        stock = layers * stock_memory(self.layer, STATE[options.state], drafts)
+        ours = layers * replayed_memory(self.layer, format, options.window, drafts)
+        kv = (self.model.kv_bytes or 0) / min(options.tp, self.model.kv_heads) * options.context
+        fit = [max(0, int(self.room // (size + kv))) for size in (stock, ours)]
+        return Memory(drafts, format, options.window, stock, ours, *fit)
+
+    def rest(self, rows: int, drafts: int) -> tuple[float, float] | None:
+        """The rest of a step in ms, at least and at most; None: unknown."""
+        options = self.options
+        if options.rest is not None:
+            return options.rest, options.rest
+        bandwidth = self.times.read
+        work, kv = rest_ms(self.model, self.gpu, bandwidth, rows, 1 + drafts, options.context, options.tp, options.bits)
+        return (REST[0] * work + kv, REST[1] * work + kv) if work else None
+
+    def case(self, rows: int, drafts: int, format: str) -> Case:
+        """A batch, with so many drafts, in a format."""
+        layers, window = self.model.layers, self.options.window
+        before, moved = self.bytes_of(drafts, format, window)
+        stock, ours = self.kernel(rows, drafts, format, window)
+        old, new = (us * layers / 1e3 for us in (stock, ours))
+        rest, room = self.rest(rows, drafts), self.memory(drafts, format)
+        least, most = rest or (0.0, 0.0)
+        return Case(
+            batch=rows,
+            drafts=drafts,
+            format=format,
+            window=window,
+            accepted=self.accepted(drafts),
+            stock_read=rows * layers * before.read,
+            stock_written=rows * layers * before.written,
+            read=rows * layers * moved.read,
+            written=rows * layers * moved.written,
+            stock_kernel_us=stock,
+            kernel_us=ours,
+            kernel_speedup=stock / ours,
+            rest_ms=least,
+            stock_step_ms=least + old,
+            step_ms=least + new,
+            step_speedup=(least + old) / (least + new) if rest else None,
+            step_speedup_low=(most + old) / (most + new) if rest else None,
+            stock_fits=room.stock_requests >= rows,
+            fits=room.requests >= rows,
+        )
+
+    def advice(self, rows: int, drafts: int) -> Advice:
+        """The fastest format and window."""
+        windows = [window for window in WINDOWS if window > drafts] or [self.options.window]
+        choices = {
+            (format, window): self.speedup(rows, drafts, format, window)
+            for format in self.options.formats
+            for window in windows
+        }
+        # an fp32 state takes 4 bytes of what is kept, in one plane or several
+        exact = [choice for choice in choices if element_bytes(choice[0], self.layer.geometry.K)[0] >= 4]
+        best, best_exact = max(choices, key=choices.__getitem__), max(exact, key=choices.__getitem__, default=None)
+        format, window = best_exact or (None, None)
+        gain = choices[best_exact] if best_exact else None
+        return Advice(rows, drafts, *best, choices[best], format, window, gain, self.times.windows)
+
+    def pays(self, drafts: int, format: str) -> Pays:
+        """From which batch on."""
+        batches = range(1, MOST_ROWS + 1)
+        slower = [rows for rows in batches if self.speedup(rows, drafts, format, self.options.window) <= 1]
+        if not slower:
+            return Pays(drafts, format, 1, None)
+        return Pays(drafts, format, slower[-1] + 1 if slower[-1] < MOST_ROWS else None, slower[0])
+
+
 def make(model: Model, of: Gpu, options: Options, table: dict[str, Any] | None = None) -> Plan:
     """A plan.
+
+    Args:
+        table: kernel times as `fit` makes them; None: those of the package.
 
     Raises:
         ValueError: an option that cannot be.
     """
     _check(options)
-    layer, known, element = on_device(model, options.tp), times(of, table), STATE[options.state]
-
-    def accepted(drafts: int) -> float:
-        return 1 + 0.6 * drafts if options.accepted is None or not drafts else min(options.accepted, 1.0 + drafts)
-
-    @cache
-    def bytes_of(drafts: int, name: str, window: int) -> tuple[Moved, Moved]:
-        ours = replayed_bytes(layer, name, window, 1 + drafts, accepted(drafts))
-        return stock_bytes(layer, element, 1 + drafts), ours
-
-    def kernel(rows: int, drafts: int, name: str, window: int) -> tuple[float, float]:
-        before, moved = bytes_of(drafts, name, window)
-        return stock_us(known, layer, rows, before), replayed_us(known, layer, rows, name, moved, 1 + drafts)
-
-    room = of.memory * 1e9 * USABLE - (_weights(model, options.bits) or 0) / options.tp
-    kv = (model.kv_bytes or 0) / min(options.tp, model.kv_heads) * options.context
-    memory = []
-    for drafts in options.drafts:
-        stock = model.layers * stock_memory(layer, element, drafts)
-        for name in options.formats:
-            ours = model.layers * replayed_memory(layer, name, options.window, drafts)
-            fit = [max(0, int(room // (size + kv))) for size in (stock, ours)]
-            memory.append(Memory(drafts, name, options.window, stock, ours, *fit))
-    requests = {(entry.drafts, entry.format): entry for entry in memory}
-
-    cases = []
-    for drafts in options.drafts:
-        for rows in options.batches:
-            work, kv_ms = rest_ms(model, of, known.read, rows, 1 + drafts, options.context, options.tp, options.bits)
-            rest = most = work + kv_ms if work else 0.0
-            if options.rest is not None:
-                rest = most = options.rest
-            elif work:
-                most = REST[1] * work + kv_ms
-            for name in options.formats:
-                before, moved = bytes_of(drafts, name, options.window)
-                stock, ours = kernel(rows, drafts, name, options.window)
-                old, new = (us * model.layers / 1e3 for us in (stock, ours))
-                room_for = requests[drafts, name]
-                cases.append(
-                    Case(
-                        batch=rows,
-                        drafts=drafts,
-                        format=name,
-                        window=options.window,
-                        accepted=accepted(drafts),
-                        stock_read=rows * model.layers * before.read,
-                        stock_written=rows * model.layers * before.written,
-                        read=rows * model.layers * moved.read,
-                        written=rows * model.layers * moved.written,
-                        stock_kernel_us=stock,
-                        kernel_us=ours,
-                        kernel_speedup=stock / ours,
-                        rest_ms=rest,
-                        stock_step_ms=rest + old,
-                        step_ms=rest + new,
-                        step_speedup=(rest + old) / (rest + new) if rest else None,
-                        step_speedup_low=(most + old) / (most + new) if rest else None,
-                        stock_fits=room_for.stock_requests >= rows,
-                        fits=room_for.requests >= rows,
-                    )
-                )
-
-    def speedup(rows: int, drafts: int, name: str, window: int) -> float:
-        stock, ours = kernel(rows, drafts, name, window)
-        return stock / ours
-
-    advice, pays = [], []
-    for drafts in options.drafts:
-        for rows in options.batches:
-            choices = {
-                (name, window): speedup(rows, drafts, name, window)
-                for name in options.formats
-                for window in WINDOWS
-                if window > drafts
-            }
-            # an fp32 state takes 4 bytes of what is kept, in one plane or several
-            exact = {
-                (name, window): gain
-                for (name, window), gain in choices.items()
-                if element_bytes(name, layer.geometry.K)[0] >= 4
-            }
-            best, best_exact = max(choices, key=choices.__getitem__), max(exact, key=exact.__getitem__, default=None)
-            exact_format, exact_window = best_exact or (None, None)
-            gain = exact[best_exact] if best_exact else None
-            advice.append(Advice(rows, drafts, *best, choices[best], exact_format, exact_window, gain, known.windows))
-        for name in options.formats:
-            slower = [rows for rows in range(1, MOST_ROWS + 1) if speedup(rows, drafts, name, options.window) <= 1] or [
-                0
-            ]
-            start = slower[-1] + 1 if slower[-1] < MOST_ROWS else None
-            pays.append(Pays(drafts, name, start, slower[0] or None))
-    return Plan(model, of, options, cases, memory, advice, pays, _assumptions(model, of, options, known, room))
+    maker = _Maker(model, of, options, table)
+    kinds = [(drafts, format) for drafts in options.drafts for format in options.formats]
+    sizes = [(drafts, rows) for drafts in options.drafts for rows in options.batches]
+    return Plan(
+        model,
+        of,
+        options,
+        cases=[maker.case(rows, drafts, format) for drafts, rows in sizes for format in options.formats],
+        memory=[maker.memory(*kind) for kind in kinds],
+        advice=[maker.advice(rows, drafts) for drafts, rows in sizes],
+        pays=[maker.pays(*kind) for kind in kinds],
+        assumptions=_assumptions(model, of, options, maker.times, maker.room),
+    )
 
 
 def _check(options: Options) -> None:
