@@ -287,6 +287,7 @@ class Times(NamedTuple):
 
     Attributes:
         read, copy: ceilings in GB/s.
+        error: the largest relative one at 32 rows and more, of either side.
         windows: of the rows; others are extrapolated.
         replayed, stock: by recurrence.
         origin: one sentence: which rows, or which other GPU's.
@@ -294,6 +295,7 @@ class Times(NamedTuple):
 
     read: float
     copy: float
+    error: float
     windows: tuple[int, ...]
     replayed: dict[str, Replayed]
     stock: dict[str, Stock]
@@ -335,6 +337,7 @@ def times(of: Gpu, table: dict[str, Any] | None = None) -> Times:
     return Times(
         read=entry["read_gbps"] / ratio,
         copy=entry["copy_gbps"] / ratio,
+        error=max(entry.get("largest_error", {}).get("B >= 32", {"replayed": 0.0}).values()),
         windows=tuple(entry["windows"]),
         replayed={
             name: Replayed(
@@ -879,7 +882,8 @@ def _assumptions(model: Model, of: Gpu, options: Options, known: Times, room: fl
         f"Model: {model.name}, {model.confidence} ({model.source})." + (f" {model.note}." if model.note else ""),
         f"GPU: {of.name}, {of.memory:g} GB, {of.bandwidth:,.0f} GB/s nominal, {of.tflops:,.0f} dense 16-bit TFLOP/s "
         f"({of.source}); ceilings used: {known.read:,.0f} GB/s read, {known.copy:,.0f} GB/s read and written.",
-        f"Kernel times: {known.origin}. Stock kernels: the fastest tuned public ones of those rows.",
+        f"Kernel times: {known.origin}. Stock kernels: the fastest tuned public ones of those rows. At 32 rows and "
+        f"more these times are within {known.error:.0%} of their rows: a speedup as near to 1 says nothing.",
         f"Measured rows have window {', '.join(map(str, known.windows))} and one token: others are extrapolated, by "
         "bytes and by records per fold, drafts by bytes, with the carry's measured cost once per token.",
         f"Stock: the state in {options.state}, read once a step and written once per token; with drafts 1 + drafts "
