@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from replayssm import ConvGeometry, Geometry, ReplayCache, plan, recurrences
+from replayssm import ConvGeometry, Geometry, ReplayCache, catalogue, plan, recurrences
 
 ROWS = [json.loads(line) for line in (Path(__file__).parents[1] / "results" / "kernels.jsonl").read_text().splitlines()]
 MIB, GIB = 2**20, 2**30
-H200 = plan.gpu("h200")
+H200 = catalogue.gpu("h200")
 
 
 def layer(name: str) -> plan.Layer:
-    return plan.on_device(plan.find(name), 1)
+    return plan.on_device(catalogue.find(name), 1)
 
 
 # ---- bytes ----
@@ -84,11 +84,11 @@ def test_flushes_come_as_often_as_cursors_make_them(window: int, tokens: int, ge
 def test_kernel_times_are_those_of_the_measured_rows() -> None:
     """After results/kernels.jsonl was measured anew: replayssm plan --fit results/kernels.jsonl."""
     pytest.importorskip("scipy")
-    kept = plan._data("kernel_times.json")
+    kept = catalogue.data("kernel_times.json")
     fitted = plan.fit(ROWS, kept["command"])
     assert kept["gpus"].keys() == fitted["gpus"].keys()
     for row in plan.kernel_rows(ROWS):
-        device = next(gpu for gpu in plan.gpus().values() if gpu.device == row["gpu"])
+        device = next(gpu for gpu in catalogue.gpus().values() if gpu.device == row["gpu"])
         mine, again = (plan.predicted(plan.times(device, table), row) for table in (kept, fitted))
         assert mine == pytest.approx(again, rel=0.02), "kernel_times.json is older than the rows: run the command above"
 
@@ -99,7 +99,7 @@ def test_kernel_times_are_those_of_the_measured_rows() -> None:
     ids=lambda row: f"{row['case']}-{row['geometry']['B']}-{row['format']}",
 )
 def test_kernels_are_predicted_within_15_percent(row: dict) -> None:
-    device = next(gpu for gpu in plan.gpus().values() if gpu.device == row["gpu"])
+    device = next(gpu for gpu in catalogue.gpus().values() if gpu.device == row["gpu"])
     replayed, stock = plan.predicted(plan.times(device), row)
     assert replayed == pytest.approx(row["us"], rel=0.15)
     assert stock == pytest.approx(row["baseline_us"], rel=0.15)
@@ -139,7 +139,7 @@ def test_a_geometry_without_rows_is_predicted_within_20_percent(case: str) -> No
 
 
 def test_a_gpu_without_rows_takes_bytes_at_its_own_speed() -> None:
-    h200, b200 = plan.times(H200), plan.times(plan.gpu("b200"))
+    h200, b200 = plan.times(H200), plan.times(catalogue.gpu("b200"))
     assert b200.read / h200.read == pytest.approx(8000 / 4800)
     assert "NOT measured" in b200.origin and "NVIDIA H200" in b200.origin
     one, rows = layer("Qwen3.5-4B"), 256
@@ -150,7 +150,7 @@ def test_a_gpu_without_rows_takes_bytes_at_its_own_speed() -> None:
 
 def test_experts_are_read_as_far_as_a_batch_takes_them() -> None:
     """Super: 120e9 parameters, 12e9 per token, 22 of 512 experts."""
-    model = plan.find("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4")
+    model = catalogue.find("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4")
     one, many = (plan.rest_ms(model, H200, 4400, rows, 1, 0, 1, 16)[0] for rows in (1, 512))
     assert one == pytest.approx(12e9 * 2 / 4400e6, rel=1e-6)
     assert many == pytest.approx(120e9 * 2 / 4400e6, rel=1e-3)
@@ -158,7 +158,7 @@ def test_experts_are_read_as_far_as_a_batch_takes_them() -> None:
 
 def test_weights_that_are_there_are_read_as_they_are() -> None:
     """A quantised checkpoint beside its config, whatever --weight-bits says."""
-    model = plan.find("Qwen3.5-27B")._replace(weight_bytes=15_000_000_000)
+    model = catalogue.find("Qwen3.5-27B")._replace(weight_bytes=15_000_000_000)
     assert plan.rest_ms(model, H200, 4400, 1, 1, 0, 1, 16)[0] == pytest.approx(15e9 / 4400e6)
 
 
@@ -183,18 +183,18 @@ def test_27b_with_drafts_runs_all_requests_where_state_copies_let_three_run() ->
 
 def test_27b_with_eight_draft_states_for_32_rows_does_not_start() -> None:
     """151.5 MiB a state (144 of it fp32 state, 7.5 convolution inputs), 37.9 GiB in all."""
-    model, one = plan.find("Qwen3.5-27B"), layer("Qwen3.5-27B")
+    model, one = catalogue.find("Qwen3.5-27B"), layer("Qwen3.5-27B")
     state = model.layers * plan.stock_memory(one, drafts=0, conv_places=8)
     assert state / MIB == pytest.approx(151.5)
     assert 8 * 32 * state / GIB == pytest.approx(37.9, abs=0.05)
-    made = plan.make(model, plan.gpu("h100"), plan.Options(batches=(32,), drafts=(7,), bits=8, context=2048))
+    made = plan.make(model, catalogue.gpu("h100"), plan.Options(batches=(32,), drafts=(7,), bits=8, context=2048))
     (case, *_) = made.cases
     assert (case.stock_fits, case.fits) == (False, True)
 
 
 def test_kimi_k3_with_seven_drafts_on_eight_gpus() -> None:
     """8 slots of 57.81 MiB per request and GPU, against one."""
-    model = plan.find("Kimi-K3")
+    model = catalogue.find("Kimi-K3")
     one = plan.on_device(model, 8)
     assert one.geometry == Geometry(12, 12, 128, 128)
     stock = model.layers * plan.stock_memory(one, drafts=7)
@@ -207,7 +207,7 @@ def test_kimi_k3_with_seven_drafts_on_eight_gpus() -> None:
 
 
 def test_a_plan_says_from_which_batch_on_it_pays() -> None:
-    made = plan.make(plan.find("Qwen3.5-4B"), H200, plan.Options(formats=("fp32", "split16")))
+    made = plan.make(catalogue.find("Qwen3.5-4B"), H200, plan.Options(formats=("fp32", "split16")))
     one, of = layer("Qwen3.5-4B"), plan.times(H200)
     for pay in made.pays:
         moved = plan.replayed_bytes(one, pay.format, 16)
@@ -223,14 +223,14 @@ def test_a_plan_says_from_which_batch_on_it_pays() -> None:
 
 
 def test_a_plan_advises_the_fastest_window_and_format() -> None:
-    made = plan.make(plan.find("Nemotron-3-Nano-4B"), H200, plan.Options(batches=(256,)))
+    made = plan.make(catalogue.find("Nemotron-3-Nano-4B"), H200, plan.Options(batches=(256,)))
     (best,) = made.advice
     assert best.kernel_speedup >= max(case.kernel_speedup for case in made.cases)
     assert best.exact_format in ("fp32", "split16")
 
 
 def test_a_step_is_the_rest_and_the_layers() -> None:
-    model = plan.find("Nemotron-3-Nano-4B")
+    model = catalogue.find("Nemotron-3-Nano-4B")
     (case,) = plan.make(model, H200, plan.Options(batches=(256,), formats=("fp32",), rest=5.6)).cases
     assert case.stock_step_ms == pytest.approx(5.6 + 21 * case.stock_kernel_us / 1e3)
     assert case.step_speedup == case.step_speedup_low
@@ -240,12 +240,12 @@ def test_a_step_is_the_rest_and_the_layers() -> None:
 
 
 def test_more_drafts_than_any_window_and_no_rest() -> None:
-    made = plan.make(plan.find("Qwen3.5-4B"), H200, plan.Options(drafts=(64,), batches=(8,), window=8, rest=0.0))
+    made = plan.make(catalogue.find("Qwen3.5-4B"), H200, plan.Options(drafts=(64,), batches=(8,), window=8, rest=0.0))
     assert made.advice[0].window == 8 and made.cases[0].step_speedup == pytest.approx(made.cases[0].kernel_speedup)
 
 
 def test_every_known_model_has_a_plan() -> None:
-    known = plan.models()
+    known = catalogue.models()
     assert len(known) >= 35 and {model.recurrence for model in known} == set(recurrences.names())
     for model in known:
         assert model.source and model.confidence
@@ -269,7 +269,7 @@ def test_a_folder_gives_its_model(folder, geometry, layers, with_transformers, m
     if not with_transformers:
         monkeypatch.setitem(sys.modules, "transformers", None)
     path = Path(__file__).parents[1] / "models" / folder
-    model = plan.find(str(path))
+    model = catalogue.find(str(path))
     assert (model.geometry, model.layers, model.conv_width) == (geometry, layers, 4)
     assert model.weight_bytes == (path / "model.safetensors").stat().st_size
     assert model.kv_bytes == 2 * 2 * 2 * 64 * 2  # attention layers, keys and values, heads, head dim, bytes
@@ -287,7 +287,7 @@ def test_a_folder_gives_its_model(folder, geometry, layers, with_transformers, m
     ],
 )
 def test_a_name_says_the_size(name: str, size: tuple[float, float] | None) -> None:
-    assert plan.parameters(name) == size
+    assert catalogue.parameters(name) == size
 
 
 # ---- refusals ----
@@ -296,22 +296,22 @@ def test_a_name_says_the_size(name: str, size: tuple[float, float] | None) -> No
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: plan.find("Qwen3.5-5B"), "no model 'Qwen3.5-5B': --model takes a name.*Near: Qwen3.5-"),
-        (lambda: plan.gpu("h300"), "unknown GPU 'h300': choose one of a100, h100"),
+        (lambda: catalogue.find("Qwen3.5-5B"), "no model 'Qwen3.5-5B': --model takes a name.*Near: Qwen3.5-"),
+        (lambda: catalogue.gpu("h300"), "unknown GPU 'h300': choose one of a100, h100"),
         (
-            lambda: plan.on_device(plan.find("Qwen3.5-4B"), 3),
+            lambda: plan.on_device(catalogue.find("Qwen3.5-4B"), 3),
             "--tp must divide the 32 value heads of Qwen3.5-4B; got 3",
         ),
         (
-            lambda: plan.make(plan.find("Qwen3.5-4B"), H200, plan.Options(batches=(0,))),
+            lambda: plan.make(catalogue.find("Qwen3.5-4B"), H200, plan.Options(batches=(0,))),
             "--batch takes whole numbers, 1 or more; got 0",
         ),
         (
-            lambda: plan.make(plan.find("Qwen3.5-4B"), H200, plan.Options(formats=("fp5",))),
+            lambda: plan.make(catalogue.find("Qwen3.5-4B"), H200, plan.Options(formats=("fp5",))),
             "unknown format 'fp5': choose one of",
         ),
         (
-            lambda: plan.make(plan.find("Qwen3.5-4B"), H200, plan.Options(accepted=0.5, drafts=(4,))),
+            lambda: plan.make(catalogue.find("Qwen3.5-4B"), H200, plan.Options(accepted=0.5, drafts=(4,))),
             "--accepted counts the committed tokens of a step, 1 or more; got 0.5",
         ),
         (lambda: plan.fit([], "test"), "no rows to fit"),
@@ -324,15 +324,15 @@ def test_refusals_teach(call, sentence: str) -> None:
 
 def test_configs_that_say_too_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="holds no config.json: --model takes a name of `replayssm plan --list`"):
-        plan.find(str(tmp_path))
+        catalogue.find(str(tmp_path))
     config = tmp_path / "config.json"
     config.write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
-        plan.find(str(tmp_path))
+        catalogue.find(str(tmp_path))
     config.write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match="unknown model_type in .* 'llama': choose one of nemotron_h, mamba2"):
-        plan.find(str(tmp_path))
+        catalogue.find(str(tmp_path))
     monkeypatch.setitem(sys.modules, "transformers", None)  # which knows the class's defaults
     config.write_text('{"model_type": "olmo_hybrid", "linear_num_value_heads": null, "num_hidden_layers": 2}')
     with pytest.raises(ValueError, match="lacks .*which a plan for olmo_hybrid needs"):
-        plan.find(str(config))
+        catalogue.find(str(config))

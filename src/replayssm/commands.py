@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,14 +22,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from replayssm import __version__, files, implementations, recurrences
+from replayssm import __version__, catalogue, files, implementations, recurrences
 from replayssm import plan as planning
+from replayssm.bench.plot import COLORS, MARKS
 
 out = Console()
 err = Console(stderr=True)
 
-# Okabe and Ito's colours, told apart by colour-blind readers, with a mark each; the stock scheme is grey.
-SERIES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "v"), ("#56B4E9", "D"), ("#E69F00", "P")]
+SPARE = ["#56B4E9", "#E69F00", "#F0E442", "#000000"]  # Okabe and Ito's, beside those that formats have in bench.plot
 GREY = "#666666"
 
 
@@ -82,9 +82,9 @@ def plan(
         return
     if model is None:
         raise ValueError("--model is missing: `replayssm plan --list` shows the models that are known.")
-    chosen, device = planning.find(model), planning.gpu(gpu)
+    chosen, device = catalogue.find(model), catalogue.gpu(gpu)
     if params is not None:
-        size = planning.parameters(params)
+        size = catalogue.parameters(params)
         if size is None:
             raise ValueError(f"--params takes a size such as 7B, 350M or 120B-A12B; got {params!r}.")
         chosen = chosen._replace(size=size, weight_bytes=None)
@@ -134,13 +134,13 @@ def _catalogue() -> Group:
         "Models (recurrent layers and their sizes; MiB: state of one request, fp32)",
         *("model", "recurrence", "layers x H G V K", "MiB", "confidence"),
     )
-    for model in planning.models():
+    for model in catalogue.models():
         H, _, V, K = model.geometry
         state = f"{model.layers * H * V * K * 4 / 2**20:,.0f}"
         sizes = f"{model.layers} x {' '.join(map(str, model.geometry))}"
         known.add_row(model.name, model.recurrence, sizes, state, model.confidence)
     chips = _table("GPUs", "--gpu", "name", "GB", "GB/s", "kernel times", "source")
-    for key, gpu in planning.gpus().items():
+    for key, gpu in catalogue.gpus().items():
         kind = "measured" if planning.times(gpu).origin.startswith("fitted") else "scaled"
         chips.add_row(key, gpu.name, f"{gpu.memory:g}", f"{gpu.bandwidth:,.0f}", kind, gpu.source)
     return Group(known, chips)
@@ -259,7 +259,7 @@ def draw_plan(made: planning.Plan, path: Path) -> None:
     figure, ((kernel, gain), (step, room)) = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
     stock = [case.stock_kernel_us for case in curve.cases if case.format == made.options.formats[0]]
     kernel.plot(batches, stock, color=GREY, linestyle="--", label=f"stock, {made.options.state}")
-    for (color, mark), name in zip(_series(len(made.options.formats)), made.options.formats, strict=True):
+    for (color, mark), name in zip(_series(made.options.formats), made.options.formats, strict=True):
         cases = [case for case in curve.cases if case.format == name]
         kernel.plot(batches, [case.kernel_us for case in cases], color=color, marker=mark, label=name)
         gain.plot(batches, [case.kernel_speedup for case in cases], color=color, marker=mark, label=name)
@@ -287,7 +287,7 @@ def draw_plan(made: planning.Plan, path: Path) -> None:
     memory = [entry for entry in made.memory if entry.drafts == drafts]
     names = [f"stock, {made.options.state}", *(entry.format for entry in memory)]
     counts = [memory[0].stock_requests, *(entry.requests for entry in memory)]
-    colors = [GREY, *(color for color, _ in _series(len(memory)))]
+    colors = [GREY, *(color for color, _ in _series(made.options.formats))]
     room.barh(names, counts, color=colors)
     for i, count in enumerate(counts):
         room.annotate(f" {count:,}", (count, i), va="center")
@@ -307,8 +307,10 @@ def draw_plan(made: planning.Plan, path: Path) -> None:
     plt.close(figure)
 
 
-def _series(count: int) -> list[tuple[str, str]]:
-    return [SERIES[i % len(SERIES)] for i in range(count)]
+def _series(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Colour and mark of every format, told apart by colour-blind readers; the same as in measured pictures."""
+    spare = iter(SPARE)
+    return [(COLORS[name], MARKS[name]) if name in COLORS else (next(spare, GREY), "D") for name in names]
 
 
 # --- info -------------------------------------------------------------------------------------------------------------
@@ -334,7 +336,7 @@ def facts() -> dict[str, str]:
         for i in range(torch.cuda.device_count()):
             chip = torch.cuda.get_device_properties(i)
             found[f"GPU {i}"] = f"{chip.name}, {chip.total_memory / 2**30:,.0f} GiB"
-        measured = [gpu for gpu in planning.gpus().values() if gpu.device == torch.cuda.get_device_name()]
+        measured = [gpu for gpu in catalogue.gpus().values() if gpu.device == torch.cuda.get_device_name()]
         known = bool(measured) and planning.times(measured[0]).origin.startswith("fitted")
         found["kernel times"] = "measured on this GPU" if known else "none of this GPU: `plan` scales another one's"
     else:
