@@ -1,5 +1,9 @@
-"""MkDocs hooks: pages show the pictures of results/, which lie beside docs/, by the links that the repository needs."""
+"""MkDocs hooks: pages link as the repository needs it, to results/ and other folders beside docs/.
 
+Files of results/ become part of the site. What else lies outside docs/ is no page: its name stays, without a link.
+"""
+
+import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -9,12 +13,14 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add results/*.png to the site."""
-    for path in sorted(RESULTS.glob("*.png")):
-        files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
+    """Add the files of results/ to the site."""
+    for path in sorted(RESULTS.iterdir()):
+        if path.is_file():
+            files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
     return files
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """../results/ in the repository is results/ on the site."""
-    return markdown.replace("](../results/", "](results/")
+    inside = markdown.replace("](../results/", "](results/")
+    return re.sub(r"(?<!!)\[([^\]]+)\]\(\.\./[^)]*\)", r"\1", inside)

@@ -40,6 +40,15 @@ def test_bytes_are_those_of_the_cache(name: str, format: str, window: int) -> No
         assert plan.replayed_memory(one, format, window, drafts) == pytest.approx(held)
 
 
+def test_a_record_is_a_small_part_of_a_state() -> None:
+    """What docs/method.md says, of all known models."""
+    shares = []
+    for model in catalogue.models():
+        one = plan.on_device(model, 1)
+        shares.append(one.record / (4 * one.elements))
+    assert (round(100 * min(shares), 1), round(100 * max(shares), 1)) == (0.2, 1.6)
+
+
 def test_bytes_are_those_of_measured_rows() -> None:
     for row in plan.kernel_rows(ROWS):
         sizes = dict(row["geometry"])
