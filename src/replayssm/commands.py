@@ -435,7 +435,7 @@ def report(
 
 
 def bench(context: typer.Context) -> None:
-    """Measure, and append rows to results/: cpu, kernels (see `replayssm bench --help`)."""
+    """Measure, and append rows to results/; `replayssm bench --help` lists what can be measured."""
     try:
         app = importlib.import_module("replayssm.bench.__main__").app
     except ImportError as error:
