@@ -77,6 +77,12 @@ def test_plan_fits_times_to_rows(tmp_path: Path) -> None:
     assert "NVIDIA H200" in out and json.loads(target.read_text())["gpus"]
 
 
+def test_plan_for_a_gpu_that_is_not_listed() -> None:
+    given = ["plan", "-m", "Qwen3.5-4B", "-b", "256", "--bandwidth", "4800", "--memory", "96"]
+    out = " ".join(run(*given).output.split())
+    assert "NOT measured on a GPU of 4,800 GB/s" in out and "96 GB, 4,800 GB/s nominal" in out
+
+
 def test_plan_of_a_step_that_was_measured() -> None:
     out = run("plan", "-m", "Qwen3.5-4B", "-b", "256", "--rest-ms", "8.5", "--format", "split16").output
     assert "measured time that you gave" in " ".join(out.split()) and " to " not in out.split("State of a request")[0]

@@ -65,6 +65,9 @@ def plan(
     state: Annotated[str, typer.Option(help="The stock scheme's state: fp32 or bf16.")] = "fp32",
     rest_ms: Annotated[float | None, typer.Option(help="Measured step without the recurrent layers.", min=0.0)] = None,
     memory: Annotated[float | None, typer.Option(help="GB of the GPU, instead of the data sheet's.", min=0.0)] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s of the GPU, to stand for one not listed.", min=1.0)
+    ] = None,
     list_all: Annotated[bool, typer.Option("--list", help="Show the models and GPUs that are known.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it here (PNG).")] = None,
@@ -90,6 +93,8 @@ def plan(
         chosen = chosen._replace(size=size, weight_bytes=None)
     if memory is not None:
         device = device._replace(memory=memory)
+    if bandwidth is not None:
+        device = device._replace(name=f"a GPU of {bandwidth:,.0f} GB/s", device="", bandwidth=bandwidth, source="given")
     options = planning.Options(
         _numbers("--batch", batch), _numbers("--drafts", drafts), tuple(format.split(",")), window, accepted,
         context, tp, weight_bits, state, rest_ms,
