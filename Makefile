@@ -1,5 +1,5 @@
 # make demo   host cache against replayed cache, on the bundled models and held-out problems
-# make test   lint, types, tests
+# make test   lint, types, documentation, tests
 # Each sets up .venv first (once; needs pip and Python >= 3.11, nothing else). PYTHON=/path/to/python chooses another one.
 
 SHELL := /bin/bash
@@ -13,10 +13,10 @@ PY := $(VENV)/bin/python
 # a .venv from elsewhere (another clone, an older commit) is accepted and completed.
 STAMP := $(VENV)/.replayssm-$(shell (pwd; cat pyproject.toml constraints.txt) | cksum | cut -d' ' -f1)
 
-.PHONY: help setup demo test lint format typecheck
+.PHONY: help setup demo test lint format typecheck docs package
 
 help:
-	@sed -n '1,3s/^# //p' Makefile; echo 'also: make setup, lint, format, typecheck'
+	@sed -n '1,3s/^# //p' Makefile; echo 'also: make setup, lint, format, typecheck, docs, package'
 
 setup: $(STAMP)
 
@@ -43,7 +43,7 @@ demo: $(STAMP)
 	@$(PY) -m replayssm compare --model models/nemotron-h-gsm --model models/qwen3.5-gsm \
 	  --format fp32 --format split16 --threads 1 --show-example
 
-test: lint typecheck
+test: lint typecheck docs
 	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n 2
 
 lint: $(STAMP)
@@ -56,3 +56,15 @@ format: $(STAMP)
 
 typecheck: $(STAMP)
 	@$(PY) -m mypy
+
+# Strictly: a warning is an error. The pages lie in site/.
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
+# sdist and wheel, and the wheel's contract test in an environment of its own (needs the package index).
+package: $(STAMP)
+	@rm -rf build/clean dist
+	@$(PY) -m build --outdir dist . >/dev/null
+	@$(PY) -m venv build/clean
+	@build/clean/bin/python -m pip install -qq --disable-pip-version-check -c $(VENV)/constraints.txt "$$(ls dist/*.whl)[cli]"
+	@cd build/clean && bin/replayssm --version && bin/replayssm info && bin/replayssm check && bin/replayssm plan --model Qwen3.5-4B

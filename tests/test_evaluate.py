@@ -142,7 +142,7 @@ def test_report_from_rows(tmp_path: Path) -> None:
         (["eval", "-m", str(MODELS), "--tasks", "gsm8k"], "lm-evaluation-harness"),
         (["eval", "-f", "nothing.json"], "is not a file that `replayssm calibrate` wrote"),
         (["calibrate", "--budget", "0"], "--budget must be more than 0"),
-        (["report", "nothing.jsonl"], "is not a file: `replayssm eval` writes it"),
+        (["accuracy", "nothing.jsonl"], "is not a file: `replayssm eval` writes it"),
     ],
 )
 def test_what_goes_wrong_is_one_sentence(command: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`replayssm generate` and `replayssm compare`: the replayed cache on a Transformers model folder.
+"""The `replayssm` command. Here: `generate` and `compare`, the replayed cache on a Transformers model folder.
 
 What a user got wrong ends in one sentence on stderr and exit code 2.
 """
@@ -24,7 +24,7 @@ except ImportError as error:
 
 import torch
 
-from replayssm import evaluate_cli
+from replayssm import __version__, commands, evaluate_cli
 from replayssm.compare import (
     Comparison,
     Drafting,
@@ -43,7 +43,10 @@ from replayssm.compare import (
 from replayssm.evaluate import read_format
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split("\n")[0]
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Faster decoding of hybrid language models: plan it, check it, run it, measure it.",
 )
 out = Console()
 err = Console(stderr=True)
@@ -130,6 +133,15 @@ def _problems(path: Path, count: int) -> list[Problem]:
         if len(problems) == count:
             break
     return problems
+
+
+@app.callback(invoke_without_command=True)
+def _main(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version.")] = False,
+) -> None:
+    if version:
+        out.print(__version__, highlight=False)
+        raise typer.Exit
 
 
 # --- generate ---------------------------------------------------------------------------------------------------------
@@ -408,11 +420,13 @@ def _legend(window: int, new_tokens: int) -> Text:
     )
 
 
-# --- eval, calibrate, report ------------------------------------------------------------------------------------------
+commands.register(app, _one_sentence)
+
+# --- eval, calibrate, accuracy ---
 
 app.command("eval")(evaluate_cli.eval_command)
 app.command("calibrate")(evaluate_cli.calibrate_command)
-app.command("report")(evaluate_cli.report_command)
+app.command("accuracy")(evaluate_cli.accuracy_command)
 
 if __name__ == "__main__":
     app()

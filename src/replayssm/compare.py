@@ -32,6 +32,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from replayssm.files import whole
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -497,7 +499,8 @@ def _cpu_name() -> str:
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:
     document = {"schema": SCHEMA, "provenance": provenance(), "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(document, indent=2) + "\n")
+    with whole(path) as part:
+        part.write_text(json.dumps(document, indent=2) + "\n")
 
 
 # Okabe and Ito's colours, told apart by colour-blind readers; the host is grey.
@@ -574,5 +577,6 @@ def write_plot(path: Path, rows: Sequence[Row]) -> None:
     figure.suptitle(f"batch {row.batch}, {row.new_tokens} new tokens per row, {provenance()['device']}", fontsize=11)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colours[name]) for name in labels]
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.savefig(path, dpi=140)
+    with whole(path) as part:
+        figure.savefig(part, dpi=140)
     plt.close(figure)

@@ -1,4 +1,4 @@
-"""`replayssm eval`, `replayssm calibrate` and `replayssm report`: the commands around evaluate.py."""
+"""`replayssm eval`, `replayssm calibrate` and `replayssm accuracy`: the commands around evaluate.py."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def calibrate_command(
         out.print(f"written to {file}: enable(model, format=json.load(open({str(file)!r}))['format'])", soft_wrap=True)
 
 
-def report_command(
+def accuracy_command(
     rows: Annotated[Path, typer.Argument(help="Rows of `replayssm eval`.")] = Path("results/accuracy.jsonl"),
     kernels: Annotated[Path, typer.Option(help="Rows of `python -m replayssm.bench kernels`.")] = Path(
         "results/kernels.jsonl"

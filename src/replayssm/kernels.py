@@ -29,7 +29,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.formats_kernel import load_read, load_update, needs_whole_rows, store
-from replayssm.ring import DeviceStep, LayerState, folds_beside
+from replayssm.ring import DeviceStep, LayerState, folds_beside, in_one_launch
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -546,7 +546,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int) -> Launch:
     H, G, V, _ = geometry
     most, scaled = triton.next_power_of_2(V), needs_whole_rows(format)
     return Launch(
-        together=rows * H <= 256,
+        together=in_one_launch(rows, H),
         fold_v=min(most, 8 if scaled else 16),
         carry_heads=1 if recurrence.delta else min(8, triton.next_power_of_2(H // G)),
         carry_warps=1 if recurrence.delta else 2,

@@ -139,6 +139,11 @@ def folds_beside(length: int, window: int) -> bool:
     return length - window <= window
 
 
+def in_one_launch(rows: int, heads: int) -> bool:
+    """Whether a layer's step on a device is one launch: so few programs that each may do its own carry (H200)."""
+    return rows * heads <= 256
+
+
 def places(start: Tensor, first: Tensor, count: int, length: int) -> Tensor:
     """Ring places of `count` records in a row, from record number `first`: [B], [B] -> [B, count]."""
     return ((start + first)[:, None] + torch.arange(count, device=start.device)) % length

@@ -24,6 +24,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
@@ -54,7 +55,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 def main(
     batch: Annotated[int, typer.Option(help="Rows.")] = 64,
-    samples: Annotated[int, typer.Option(help="Windows of 16 steps that are timed, for each cache.")] = 7,
+    samples: Annotated[int, typer.Option(help="Windows of 16 steps that are timed, for each cache.", min=2)] = 7,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
     formats: Annotated[list[str], typer.Option("--format", help="Storage formats of the checkpoint.")] = [  # noqa: B006
         "fp32",
@@ -73,7 +74,8 @@ def main(
     folders = sorted(path.parent for path in models.glob("*/model.safetensors"))
     parts = [partial(layer_rows, name, batch, samples, formats) for name in LAYERS]
     parts += [partial(model_rows, folder, models / "heldout.jsonl", formats) for folder in folders]
-    for part in parts:
+    # the bar is drawn seldom: it shares the CPU with what is timed
+    for part in track(parts, "measuring", console=Console(stderr=True), transient=True, refresh_per_second=0.5):
         measured = part()
         append_rows(out, measured, origin)
         rows += measured

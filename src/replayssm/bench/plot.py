@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from replayssm.files import whole
+
 COLORS = {"fp32": "#0072B2", "split16": "#D55E00", "bf16": "#009E73", "fp16": "#CC79A7"}
 MARKS = {"fp32": "o", "split16": "s", "bf16": "^", "fp16": "v"}
 
@@ -51,5 +53,6 @@ def main(
         gpu = next(iter(newest.values()))["gpu"]
         figure.suptitle(f"Plain decoding of one layer, {title}; window 16, flushes counted, {gpu}")
         figure.tight_layout()
-        figure.savefig(out / f"{name}.png", dpi=120)
+        with whole(out / f"{name}.png") as part:
+            figure.savefig(part, dpi=120)
         print(out / f"{name}.png")
