@@ -174,7 +174,7 @@ def test_weights_that_are_there_are_read_as_they_are() -> None:
 def test_every_draft_walks_the_ring() -> None:
     one = layer("Qwen3.5-4B")
     moved = plan.replayed_bytes(one, "fp32", 16, 5, 3.5)
-    (_, single, *_), (_, five, *_) = (plan._beyond(one, 1, moved, tokens) for tokens in (1, 5))
+    (_, _, single, *_), (_, _, five, *_) = (plan._beyond(one, 1, moved, tokens) for tokens in (1, 5))
     assert five - single == pytest.approx(4 * moved.ring_read / 1e6)
 
 

@@ -169,7 +169,7 @@ def from_config(folder: Path) -> Model:
     if config.get("kv_lora_rank"):
         heads, kv = 1, config["kv_lora_rank"] + config.get("qk_rope_head_dim", 0)
     name = path.absolute().parent.name
-    files = list(path.parent.glob("*.safetensors"))
+    files = list(path.parent.glob("model*.safetensors"))
     weights = sum(file.stat().st_size for file in files) or None
     experts = config.get("num_experts") or config.get("n_routed_experts") or config.get("num_local_experts")
     chosen = config.get("num_experts_per_tok") if "moe" in kinds or "moe" in kind or "E" in kinds else None

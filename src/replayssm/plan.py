@@ -270,7 +270,7 @@ def stock_memory(
 
 
 def _beyond(layer: Layer, rows: int, moved: Moved, tokens: int) -> tuple[float, ...]:
-    """What Replayed's constants are multiplied with, in its order: 1, 0 or 1, MB, thousand rows, waits, million elements.
+    """What Replayed's constants are multiplied with, in its order: 1, 0 or 1, MB, 1000 rows, waits, million elements.
 
     The carry of every token walks the ring, which is read once.
     """
