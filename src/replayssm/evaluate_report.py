@@ -65,7 +65,7 @@ def table(rows: dict[tuple[Any, ...], Row], fast: dict[str, dict[str, float]]) -
         ]
         head += [f"right, {'alone' if not n else f'behind {n}'}" for n in lates]
         text += [f"**{model}**", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-        about = {f: row for (_, f, _), row in mine.items()}
+        about = {f: row for (_, f, _), row in sorted(mine.items(), key=lambda x: x[0][0] == "kl")}
         for name, some in sorted(about.items(), key=lambda x: (x[0] != "fp32", -x[1]["stored_bytes_per_element"])):
             moved = some["bytes_read_per_token"] + some["bytes_written_per_token"]
             cells = [f"`{name}`", f"{some['stored_bytes_per_element']:.2f}", f"{moved / 1e3:,.0f}"]
