@@ -339,7 +339,7 @@ class ReplayCache:
         P, T, R = path.shape[1], step.tokens, self.sizes.ring
         if isinstance(step, DeviceStep):
             living = (step.table[0] >= 0).nonzero().squeeze(1)
-            slots, start, committed, _, _, conv_end, _ = step.table[:, living].to(torch.int64)
+            slots, start, committed, _, _, conv_end = step.table[:6, living].to(torch.int64)
             nodes = path[living].clamp(max=T - 1)
         else:
             slots, start, committed, conv_end = step.slots, step.start, step.committed, step.conv_end
