@@ -348,7 +348,7 @@ def compare(
     def speculate(tally: _Tally, inputs: dict[str, torch.Tensor], output_logits: bool) -> Generation:
         nonlocal done
         assert tally.draft is not None
-        advance(f"speculative, {tally.draft.name}", done)
+        advance(f"drafts, {tally.draft.name}", done)
         enable(model, window=window, format=tally.format)
         try:
             return generate(
@@ -511,7 +511,7 @@ def label(row: Row) -> str:
     if row.cache == "host":
         return "host cache"
     if row.draft is not None:
-        return f"speculative, {row.draft} {row.tree}"
+        return f"drafts, {row.draft} {row.tree}"
     return f"replayed, {row.format}"
 
 
