@@ -1,5 +1,6 @@
 """eval, calibrate, report: statistics, teacher-forced KL, drift, and the sentences of what goes wrong."""
 
+import contextlib
 import json
 import math
 import sys
@@ -7,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import DynamicCache
 from typer.testing import CliRunner
 
 from replayssm import evaluate
 from replayssm.cli import app
 from replayssm.compare import Host, load_model
 from replayssm.evaluate_report import write_report
+from replayssm.integrations.transformers import disable, enable
 
 MODELS = Path(__file__).parents[1] / "models"
 SAMPLES = evaluate.read_samples(MODELS / "heldout.jsonl")
@@ -70,7 +73,10 @@ def test_kl_is_that_of_plain_decoding(host: Host) -> None:
     assert fp32["kl"] == 0 and fp32["top1"] == 1 and fp32["nll"] == fp32["nll_fp32"]
     assert 0 < fp4["kl"] < 0.1 and fp4["kl_95"][0] < fp4["kl"] < fp4["kl_95"][1]
     pieces = torch.cat(list(evaluate.logprobs(host, ids, "fp32+mxfp4", 16)), 1)
-    with evaluate.replaying(host, "fp32+mxfp4", 16) as cache:
+    enable(host.model, window=16, format="fp32+mxfp4", staggered=False)  # a token a step: flushes keep nothing
+    with contextlib.ExitStack() as stack:
+        stack.callback(disable, host.model)
+        cache = DynamicCache(config=host.model.config)
         mask = torch.ones_like(ids)
         plain = [evaluate.forward(host, ids[:, :16], mask[:, :16], cache)]
         plain += [evaluate.forward(host, ids[:, i : i + 1], mask[:, : i + 1], cache) for i in range(16, 64)]
