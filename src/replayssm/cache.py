@@ -385,15 +385,14 @@ class ReplayCache:
             return
         cursors = self.cursors.at(slots)
         folded = cursors.num_committed - keep
+        if keep:
+            at, place = (ring.ages(cursors.ring_start, self.sizes.ring) < folded[:, None]).nonzero(as_tuple=True)
         for layer in self.layers:
             for block in self._blocks(len(slots)):
                 rows = slots[block], cursors.ring_start[block], folded[block]
-                self.implementation.flush(self.recurrence, layer.format, layer, *rows, cursors.flushes[block] + 1)
+                self.implementation.flush(self.recurrence, layer, *rows, cursors.flushes[block] + 1)
             if keep and layer.ring.back.numel():  # what those that stay would correct is in the checkpoint
-                order = torch.arange(self.sizes.ring, device=self.device)
-                gone = ring.ages(cursors.ring_start, self.sizes.ring) < folded[:, None]
-                at, place = gone.nonzero(as_tuple=True)
-                layer.ring.back[slots[at], :, :, order[place]] = 0
+                layer.ring.back[slots[at], :, :, place] = 0
         self.cursors.put(slots, ring.flush(cursors, self.sizes, folded))
 
     def trim(self, slots: Tensor, n: Tensor | Sequence[int] | int) -> None:
@@ -433,7 +432,7 @@ class ReplayCache:
         out = torch.empty(len(slots), H, V, K, dtype=self.format.compute, device=self.device)
         for block in self._blocks(len(slots)):
             rows = slots[block], cursors.ring_start[block], n[block]
-            out[block] = self.implementation.fold(self.recurrence, state.format, state, *rows)
+            out[block] = self.implementation.fold(self.recurrence, state, *rows)
         return out
 
     def conv_window(self, layer: int, slots: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from replayssm import formats, kernels, recurrences, ring_kernel
-from replayssm.formats import Format
 from replayssm.recurrences import Geometry, Recurrence
 from replayssm.ring import DeviceStep, LayerState, Records, Sizes
 
@@ -54,24 +53,15 @@ class Device(NamedTuple):
             getattr(weights, "D", None), gate, scale, low, high,
         )  # fmt: skip
 
-    def fold(
-        self, recurrence: Recurrence, fmt: Format, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor
-    ) -> Tensor:
+    def fold(self, recurrence: Recurrence, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor) -> Tensor:
         """One launch."""
-        return kernels.fold(recurrence, fmt, layer, slots, start, counts)
+        return kernels.fold(recurrence, layer, slots, start, counts)
 
     def flush(
-        self,
-        recurrence: Recurrence,
-        fmt: Format,
-        layer: LayerState,
-        slots: Tensor,
-        start: Tensor,
-        counts: Tensor,
-        flushes: Tensor,
+        self, recurrence: Recurrence, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor, flushes: Tensor
     ) -> None:
         """One launch."""
-        kernels.flush(recurrence, fmt, layer, slots, start, counts, flushes)
+        kernels.flush(recurrence, layer, slots, start, counts, flushes)
 
 
 def _names(cache: Any, layer: LayerState) -> tuple[str, str, list[int], int]:

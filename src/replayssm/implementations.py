@@ -74,20 +74,11 @@ class Implementation(Protocol):
     ) -> Tensor:
         """y [rows, T, H, V], skip and output gate included"""
 
-    def fold(
-        self, recurrence: Recurrence, fmt: Format, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor
-    ) -> Tensor:
+    def fold(self, recurrence: Recurrence, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor) -> Tensor:
         """States [n, H, V, K] after the first `counts` records."""
 
     def flush(
-        self,
-        recurrence: Recurrence,
-        fmt: Format,
-        layer: LayerState,
-        slots: Tensor,
-        start: Tensor,
-        counts: Tensor,
-        flushes: Tensor,
+        self, recurrence: Recurrence, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor, flushes: Tensor
     ) -> None:
         """The folded states replace the checkpoints, as flush number `flushes` [n] of every slot."""
 
@@ -97,8 +88,8 @@ class Hosted(NamedTuple):
 
     Attributes:
         carry: (recurrence, records, step, q) -> t [B, H, T, K], c [B, H, T, R]; see recurrences/batched.py.
-        read: (format, layer, step, t, c) -> y [B, H, T, V]; see read.py.
-        fold: (recurrence, format, layer, slots, start, counts) -> states [n, H, V, K].
+        read: (layer, step, t, c) -> y [B, H, T, V]; see read.py.
+        fold: (recurrence, layer, slots, start, counts) -> states [n, H, V, K].
     """
 
     name: str
@@ -150,7 +141,7 @@ class Hosted(NamedTuple):
             pool = getattr(layer.ring, name)
             pool[step.slots[:, None], :, step.place] = step.zero_padding(x).to(pool.dtype)
         t, c = self.carry(recurrence, layer.ring, step, q)
-        y = self.read(fmt, layer, step, t, c).transpose(1, 2).to(cache.dtype)
+        y = self.read(layer, step, t, c).transpose(1, 2).to(cache.dtype)
         return step.spread(step.zero_padding(y))
 
     def decode_layer(
@@ -168,18 +159,11 @@ class Hosted(NamedTuple):
         return y if gate is None else (y * silu_(gate.to(wide, copy=True))).to(y.dtype)
 
     def flush(
-        self,
-        recurrence: Recurrence,
-        fmt: Format,
-        layer: LayerState,
-        slots: Tensor,
-        start: Tensor,
-        counts: Tensor,
-        flushes: Tensor,
+        self, recurrence: Recurrence, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor, flushes: Tensor
     ) -> None:
         """Fold, encode, put."""
-        state = self.fold(recurrence, fmt, layer, slots, start, counts)
-        planes = fmt.encode(state, noise_keys(layer.key, slots, flushes))
+        state = self.fold(recurrence, layer, slots, start, counts)
+        planes = layer.format.encode(state, noise_keys(layer.key, slots, flushes))
         for plane, value in zip(layer.checkpoint, planes, strict=True):
             plane[slots] = value
 

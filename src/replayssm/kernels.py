@@ -671,7 +671,7 @@ def convolve(pool: Tensor, step: DeviceStep, x: Tensor, weight: Tensor, bias: Te
     return y
 
 
-def fold(recurrence: Any, fmt: Any, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor) -> Tensor:
+def fold(recurrence: Any, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor) -> Tensor:
     """The state of every slot after its first `counts` committed records: [n, H, V, K] in fp32. As batched.fold."""
     (H, V), K = layer.checkpoint[0].shape[1:3], layer.ring.k.shape[3]
     state = torch.empty(len(slots), H, V, K, dtype=torch.float32, device=slots.device)
@@ -679,11 +679,9 @@ def fold(recurrence: Any, fmt: Any, layer: LayerState, slots: Tensor, start: Ten
     return state
 
 
-def flush(
-    recurrence: Any, fmt: Any, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor, flushes: Tensor
-) -> None:  # fmt: skip
+def flush(recurrence: Any, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor, flushes: Tensor) -> None:
     """Fold in place: the planes are read, folded and written by one launch; slots below 0 are left alone."""
-    _launch_fold(recurrence, layer, slots, start, counts, flushes, layer.checkpoint, fmt.name)
+    _launch_fold(recurrence, layer, slots, start, counts, flushes, layer.checkpoint, layer.format.name)
 
 
 def _launch_fold(

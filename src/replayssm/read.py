@@ -10,26 +10,26 @@ Bytes per token and head: V K read_bytes for the checkpoint, R (V itemsize + 4) 
 import torch
 from torch import Tensor
 
-from replayssm.formats import Format
 from replayssm.recurrences.batched import BLOCK_BYTES
 from replayssm.ring import LayerState, Step
 
 
-def read_reference(fmt: Format, layer: LayerState, step: Step, t: Tensor, c: Tensor) -> Tensor:
+def read_reference(layer: LayerState, step: Step, t: Tensor, c: Tensor) -> Tensor:
     """y by definition, in the dtype of t."""
+    fmt = layer.format
     state = fmt.read(tuple(plane[step.slots] for plane in layer.checkpoint[: fmt.read_planes])).to(t.dtype)
     used = step.sees.any(1)[:, None, :, None]
     v = torch.where(used, layer.ring.v[step.slots].to(t.dtype), 0)
     return torch.einsum("bhvk,bhtk->bhtv", state, t) + torch.einsum("bhtr,bhrv->bhtv", c, v)
 
 
-def read_torch(fmt: Format, layer: LayerState, step: Step, t: Tensor, c: Tensor) -> Tensor:
+def read_torch(layer: LayerState, step: Step, t: Tensor, c: Tensor) -> Tensor:
     """y by batched products, without a copy of the checkpoint.
 
     It is read in place where its plane is what the products take and the slots follow one another, otherwise decoded a
     few rows at a time into memory that stays in the processor's cache.
     """
-    B, H, T, K = t.shape
+    (B, H, _, K), fmt = t.shape, layer.format
     y = c @ step.take(layer.ring.v).to(t.dtype)  # [B, H, T, V]
     planes = layer.checkpoint[: fmt.read_planes]
     in_place = step.base is not None and planes[0].dtype == t.dtype

@@ -9,7 +9,7 @@ A slot keeps its newest records in a ring of R = window + max_tokens places. Rec
     verb        ring_start        num_committed      num_pending   reach                       flush_at
     begin(t)    -                 -                  t             min(reach, most - t)        -
     commit(n)   -                 + n                0             min(reach + n, committed)   -
-    flush       + committed       0                  -             0                           window
+    flush(n)    + n               - n                -             min(reach, committed)       window
     trim(n)     -                 - n                0             - n                         -
     reset       0                 0                  0             0                           first_flush(slot)
 
@@ -20,8 +20,8 @@ it: t new inputs overwrite the t oldest, so `most` = max_tokens where there is a
 `conv_end` is the place after the newest committed input in that ring; it moves by +n and -n with commit and trim.
 
 A slot is due, and flushed by begin, when its committed records and the step's tokens would pass `flush_at`. Its cursors
-then move at once. The checkpoint itself is folded at once as well, or (on a GPU, where that saves a pass over it) by
-each layer's decode.
+then move at once. The checkpoint itself is folded at once as well, or (on a GPU, beside the step's other work) by each
+layer's decode.
 
 All cursors are int64 tensors [S] keyed by slot; the functions below work on any shape, elementwise. The same rules for
 a GPU are in ring_kernel.py.
@@ -359,6 +359,7 @@ class LayerState(NamedTuple):
         ready: int32 [S, n] on a device, else [S, 0]: the newest step whose carry of a head, or whose flush of a part of
             it, is in memory. Scratch.
         key: int64 [2], what formats.layer_key says: noise of stochastic rounding begins from it.
+        format: how this layer's checkpoint is stored.
     """
 
     checkpoint: tuple[Tensor, ...]

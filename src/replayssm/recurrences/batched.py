@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from replayssm import ring
-from replayssm.formats import Format
 from replayssm.recurrences import Recurrence
 from replayssm.ring import LayerState, Records, Step
 
@@ -72,20 +71,13 @@ def carry(recurrence: Recurrence, records: Records, step: Step, q: Tensor) -> tu
     return t - _weighted_keys(c, sums.to(q.dtype).exp_(), k, norm), c
 
 
-def fold(
-    recurrence: Recurrence,
-    fmt: Format,
-    layer: LayerState,
-    slots: Tensor,
-    start: Tensor,
-    counts: Tensor,
-) -> Tensor:
+def fold(recurrence: Recurrence, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor) -> Tensor:
     """The state of every slot after its first `counts` committed records: [n, H, V, K] in the compute dtype.
 
     U = diag(w) (I + back) (V - exp(P) K S0^T) (delta rule) or diag(w) V,
     then S = exp(P_n) S0 + sum_j exp(P_n - P_j) u_j k_j^T.
     """
-    records = layer.ring
+    records, fmt = layer.ring, layer.format
     k, g = records.k[slots].to(fmt.compute), records.g[slots]
     n, H, R, E = g.shape
     age = ring.ages(start, R)

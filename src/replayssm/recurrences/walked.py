@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from replayssm import ring
-from replayssm.formats import Format
 from replayssm.recurrences import Recurrence
 from replayssm.ring import LayerState, Records, Step
 
@@ -33,16 +32,9 @@ def carry(recurrence: Recurrence, records: Records, step: Step, q: Tensor) -> tu
     return t.transpose(1, 2), c.gather(3, place.expand_as(c)).transpose(1, 2)
 
 
-def fold(
-    recurrence: Recurrence,
-    fmt: Format,
-    layer: LayerState,
-    slots: Tensor,
-    start: Tensor,
-    counts: Tensor,
-) -> Tensor:
+def fold(recurrence: Recurrence, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor) -> Tensor:
     """The state of every slot after its first `counts` committed records: [n, H, V, K] in the compute dtype."""
-    length = layer.ring.w.shape[2]
+    length, fmt = layer.ring.w.shape[2], layer.format
     order, age = ring.places(start, torch.zeros_like(start), length, length), ring.ages(start, length)
     k, v, g, w = _ordered(layer.ring, slots, order, age < counts[:, None], fmt.compute)
     state = fmt.update(tuple(plane[slots] for plane in layer.checkpoint))
