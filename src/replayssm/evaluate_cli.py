@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from replayssm import evaluate, formats
+from replayssm import evaluate, files, formats
 from replayssm.bench import append_rows
 from replayssm.compare import Host, load_model, provenance
 from replayssm.evaluate import FormatChoice
@@ -252,7 +252,8 @@ def calibrate_command(
         )
         document = {"format": found.format, "model": host.name, "window": window, "budget": budget, "kl": found.kl}
         document |= {"kl_alone": found.alone, "rows": rows, "tokens": tokens, "provenance": provenance()}
-        file.write_text(json.dumps(document, indent=1) + "\n")
+        with files.whole(file) as part:
+            part.write_text(json.dumps(document, indent=1) + "\n")
         out.print(f"written to {file}: enable(model, format=json.load(open({str(file)!r}))['format'])", soft_wrap=True)
 
 

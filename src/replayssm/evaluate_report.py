@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from replayssm.files import whole
+
 # Okabe and Ito's colours, then the same again with dashed lines.
 COLOURS = ["#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"]
 Row = dict[str, Any]
@@ -42,8 +44,10 @@ def write_report(rows_file: Path, kernels_file: Path, folder: Path) -> list[Path
     """Write folder/accuracy.md and folder/accuracy.png."""
     rows, fast = newest(rows_file), speeds(kernels_file)
     paths = [folder / "accuracy.md", folder / "accuracy.png"]
-    paths[0].write_text(table(rows, fast))
-    draw(rows, paths[1])
+    with whole(paths[0]) as part:
+        part.write_text(table(rows, fast))
+    with whole(paths[1]) as part:
+        draw(rows, part)
     return paths
 
 
