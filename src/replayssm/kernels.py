@@ -551,7 +551,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int) -> Launch:
         carry_heads=1 if recurrence.delta else min(8, triton.next_power_of_2(H // G)),
         carry_warps=1 if recurrence.delta else 2,
         carry_programs=8,
-        read_v=min(most, 16 if format == "fp32" or recurrence.channel_gate else 32),
+        read_v=min(most, 16 if not scaled and (format == "fp32" or recurrence.channel_gate) else 32),
         read_warps=4 if scaled else 2,
         flush_v=min(most, 16),
         flush_warps=4 if scaled else 2 if recurrence.channel_gate and format != "fp32" else 1,
