@@ -83,8 +83,8 @@ def jobs(
     sizes = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K)}
     sizes |= {"CHANNEL": recurrence.channel_gate}
     carrying = sizes | {
-        "T": tokens, "L": WIDTH - 1 + tokens, "W": WIDTH, "CARRY": module.carry, "GATES": module.gates,
-        "BR": triton.next_power_of_2(WINDOW + tokens - 1),
+        "T": tokens, "L": WIDTH - 1 + tokens, "W": WIDTH, **kernels.tiles(WINDOW, tokens, torch.bfloat16),
+        "CARRY": module.carry if tokens == 1 else module.carry_tokens, "GATES": module.gates,
     }  # fmt: skip
     bound = None if delta else "fp32"
     inputs = {
@@ -92,7 +92,10 @@ def jobs(
         "weights": LayerWeights("*bf16", "i32", "i32", None, "*fp32", "*fp32", "fp32", bound, bound),
         "parent": None, "kin": None,
     }  # fmt: skip
-    step = {"ring": RING, "table": "*i32", "ready": Pool("*i32", "i32"), "t": "*fp32", "c": "*fp32"}
+    step = {
+        "ring": RING, "table": "*i32", "ready": Pool("*i32", "i32"), "c": "*fp32", "t": "*fp32" if tokens == 1 else "*bf16",
+        "q": None if tokens == 1 else "*bf16",
+    }  # fmt: skip
     outputs = {"y": "*bf16", "skip": None if delta else Field("*fp32", "i32", "i32"), "gate": None}
     found = []
     for fmt in FORMATS + (SCALED if size == SHAPES[name][0] else ()):
@@ -100,14 +103,10 @@ def jobs(
         planes = {"planes": pools, "key": "*i64"}
         folding = sizes | {"FORMAT": fmt, "DELTA": delta, "STEP": module.step}
         for rows in ROWS:
-            chosen = kernels.launch(recurrence, Geometry(*size), fmt, rows)
-            reading = sizes | {
-                "T": tokens,
-                "N": H if delta else G,
-                "BP": WINDOW,
-                "BT": triton.next_power_of_2(tokens),
-                "BV": chosen.read_v,
-            }
+            chosen = kernels.launch(recurrence, Geometry(*size), fmt, rows, tokens)
+            reading = carrying | {
+                "N": H if delta else G, "BR": max(16, triton.next_power_of_2(WINDOW + tokens)), "BV": chosen.read_v,
+            }  # fmt: skip
             apart = {"BJ": chosen.carry_heads, "PDL": PDL}
             types = planes | step | outputs
             if chosen.together:

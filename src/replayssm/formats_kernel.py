@@ -67,6 +67,12 @@ def read_kind(FORMAT: Any) -> str:
 
 
 @triton.constexpr_function
+def read_parts(FORMAT: Any) -> int:
+    """How many bf16 numbers add up to any element that tokens read, its row's scale apart."""
+    return {"fp32": 3, "fp16": 2}.get(described(FORMAT).reads.name, 1)
+
+
+@triton.constexpr_function
 def copy_planes(FORMAT: Any) -> int:
     """How many planes the copy has: the checkpoint's own come behind them."""
     fmt = described(FORMAT)

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from replayssm.formats_kernel import load_read, load_update, needs_whole_rows, store
+from replayssm.formats_kernel import load_read, load_update, needs_whole_rows, read_parts, store
 from replayssm.ring import DeviceStep, LayerState, folds_beside, in_one_launch
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -111,6 +111,46 @@ def expm1(x):
     return tl.where(x < -1.0, u - 1.0, tl.where(log == 0.0, x, (u - 1.0) * (x / log)))
 
 
+@triton.constexpr_function
+def parts_of(dtype: Any) -> int:
+    """How many bf16 numbers add up to any number of a dtype."""
+    return {"bf16": 1, "fp16": 2, "fp32": 3}[str(dtype)]
+
+
+parts_of.__triton_builtin__ = True
+
+
+@triton.jit
+def add_product(acc, a, b, A: tl.constexpr, B: tl.constexpr):
+    """acc [M, N] + a [M, K] b [K, N] on tensor cores: a is cut into A bf16 parts that add up to it, b into B.
+
+    Left out are products of parts below the coarser side's last bit: 3 and 3 parts are as good as fp32.
+    """
+    if INTERPRETED:
+        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    for i in tl.static_range(A):
+        a_part, left = a.to(tl.bfloat16), b
+        for j in tl.static_range(B):
+            if i + j < max(A, B):
+                b_part = left.to(tl.bfloat16)
+                acc = tl.dot(a_part, b_part, acc)
+                if j + 1 < B:
+                    left = left - b_part.to(tl.float32)
+        if i + 1 < A:
+            a = a - a_part.to(tl.float32)
+    return acc
+
+
+@triton.jit
+def store_parts(p, x, mask, stride, P: tl.constexpr):
+    """x as P bf16 parts that add up to it, `stride` elements apart."""
+    for i in tl.static_range(P):
+        part = x.to(tl.bfloat16)
+        tl.store(p + i * stride, part, mask=mask)
+        if i + 1 < P:
+            x = x - part.to(tl.float32)
+
+
 # ---- a step's inputs ----
 
 
@@ -149,9 +189,12 @@ def channels(
                 at = tl.where(at >= 0, tl.load(parent + row * T + tl.maximum(at, 0)), at - 1)
             else:
                 at = at - 1
-            b_d = tl.load(p_pool + (end + at + L) % L * C, mask=m_c & (at < 0), other=0.0).to(tl.float32)
+            p_d = p_pool + (end + at + L) % L * C
             if T > 1:
-                b_d += tl.load(p_x + at * field.token, mask=m_c & (at >= 0), other=0.0).to(tl.float32)
+                p_d = tl.where(at < 0, p_d, p_x + at * field.token)
+                b_d = tl.load(p_d, mask=m_c, other=0.0).to(tl.float32)
+            else:
+                b_d = tl.load(p_d, mask=m_c & (at < 0), other=0.0).to(tl.float32)
             b_sum += b_d * tl.load(p_w + (W - 1 - d) * weights.conv_tap, mask=m_c, other=0.0).to(tl.float32)
         if weights.conv_bias is not None:
             b_sum += tl.load(weights.conv_bias + o_w, mask=m_c, other=0.0).to(tl.float32)
@@ -183,14 +226,84 @@ def append(
 
 
 @triton.jit
-def is_seen(o_r, before, i, kin, row, T: tl.constexpr):
-    """Which records (by number) token i of a row sees, itself excluded."""
-    seen = o_r < before + i
-    if kin is not None:
-        o_t = o_r - before
-        own = (o_t >= 0) & (o_t < T)
-        seen &= (o_t < 0) | (tl.load(kin + (row * T + i) * T + tl.where(own, o_t, 0), mask=own, other=0) != 0)
-    return seen
+def convolved(
+    field, conv, weights, parent, row, slot, end, o_c, m_c, length, FIRST: tl.constexpr, C: tl.constexpr,
+    L: tl.constexpr, W: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """What `channels` says of each of T tokens, as a tuple: every weight and a chain's inputs are loaded once.
+
+    All loads come before any store, so that none waits for one.
+    """
+    p_x = field.data + row * field.row + o_c
+    p_pool = conv.data + slot * conv.slot + FIRST + o_c if weights.conv_weight is not None else p_x
+    raw, found, taps, old = (), (), (), ()
+    for i in tl.static_range(T):
+        raw = raw + (tl.load(p_x + i * field.token, mask=m_c & (i < length), other=0.0),)
+    if weights.conv_weight is None:
+        for i in tl.static_range(T):
+            found = found + ((raw[i].to(tl.float32), raw[i]),)
+        return found
+    p_w = weights.conv_weight + (FIRST + o_c) * weights.conv_channel
+    for d in tl.static_range(W):
+        taps = taps + (tl.load(p_w + (W - 1 - d) * weights.conv_tap, mask=m_c, other=0.0).to(tl.float32),)
+    for d in tl.static_range(1, W):
+        old = old + (tl.load(p_pool + (end + L - d) % L * C, mask=m_c, other=0.0),)
+    for i in tl.static_range(T):
+        b_sum, at = taps[0] * raw[i].to(tl.float32), i
+        for d in tl.static_range(1, W):
+            if parent is not None:
+                at = tl.where(at >= 0, tl.load(parent + row * T + tl.maximum(at, 0)), at - 1)
+                p_d = tl.where(at < 0, p_pool + (end + at + L) % L * C, p_x + at * field.token)
+                b_d = tl.load(p_d, mask=m_c & (i < length), other=0.0)
+            elif i >= d:
+                b_d = raw[i - d]
+            else:
+                b_d = old[d - i - 1]
+            b_sum += taps[d] * b_d.to(tl.float32)
+        if weights.conv_bias is not None:
+            b_sum += tl.load(weights.conv_bias + FIRST + o_c, mask=m_c, other=0.0).to(tl.float32)
+        found = found + (((b_sum * sigmoid(b_sum)).to(raw[i].dtype).to(tl.float32), raw[i]),)
+    return found
+
+
+@triton.jit
+def append_tokens(
+    inputs, ring, weights, parent, q, row, slot, end, place, length, i_g, from_c, count,
+    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    L: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, Q_FIRST: tl.constexpr, K_FIRST: tl.constexpr,
+    V_FIRST: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """`append` of several tokens, from place `place` on, with NORM the keys' inverse norms as well; and q [B, G, T, K].
+
+    For a key group and the `count` (at most BC) channels of v from `from_c` on.
+    """
+    C: tl.constexpr = 2 * G * K + H * V
+    BX: tl.constexpr = min(BC, 128)
+    o_k = tl.arange(0, BK)
+    m_k, o_x = o_k < K, i_g * K + o_k
+    keys = convolved(inputs.k, ring.conv, weights, parent, row, slot, end, o_x, m_k, length, K_FIRST, C, L, W, T)
+    queries = convolved(inputs.q, ring.conv, weights, parent, row, slot, end, o_x, m_k, length, Q_FIRST, C, L, W, T)
+    for i in tl.static_range(T):
+        own, m = (place + i) % R, m_k & (i < length)
+        b_k, b_x = keys[i]
+        p_k = ring.k.data + slot * ring.k.slot + (i_g * R + own) * K + o_k
+        tl.store(p_k, b_k.to(ring.k.data.dtype.element_ty), mask=m)
+        if NORM:
+            p_norm = ring.norm.data + slot * ring.norm.slot + i_g * R + own
+            tl.store(p_norm, 1 / tl.sqrt(tl.sum(b_k * b_k, 0) + 1e-6), mask=i < length)
+        keep(ring.conv, weights, slot, end, i, o_x, b_x, m, K_FIRST, C, L)
+        b_q, b_x = queries[i]
+        tl.store(q + ((row * G + i_g) * T + i) * K + o_k, b_q.to(q.dtype.element_ty), mask=m_k)
+        keep(ring.conv, weights, slot, end, i, o_x, b_x, m, Q_FIRST, C, L)
+    for part in tl.static_range(BC // BX):
+        o_x = part * BX + tl.arange(0, BX)
+        o_c, m_c = from_c + o_x, o_x < count
+        values = convolved(inputs.v, ring.conv, weights, parent, row, slot, end, o_c, m_c, length, V_FIRST, C, L, W, T)
+        for i in tl.static_range(T):
+            b_v, b_x = values[i]
+            p_v = ring.v.data + slot * ring.v.slot + (o_c // V * R + (place + i) % R) * V + o_c % V
+            tl.store(p_v, b_v.to(ring.v.data.dtype.element_ty), mask=m_c & (i < length))
+            keep(ring.conv, weights, slot, end, i, o_c, b_x, m_c & (i < length), V_FIRST, C, L)
 
 
 # ---- a row's step ----
@@ -214,10 +327,10 @@ def await_number(ready, table, i_b, at, B):
 
 @triton.jit
 def carry_kernel(
-    inputs, ring, weights, table, ready, parent, kin, t, c, B,
+    inputs, ring, weights, table, ready, parent, kin, q, t, c, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    L: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr,
-    CHANNEL: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, PDL: tl.constexpr,
+    L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BJ: tl.constexpr, BC: tl.constexpr, CHANNEL: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Append and carry for BJ heads of a key group and row after another: a persistent grid, rows in order.
 
@@ -228,7 +341,9 @@ def carry_kernel(
     | table      | [9, B]         | int32  | in     | DeviceStep.table                                         |
     | ready      | [S, H + n]     | int32  | out    | the step's number, once t, c, v of a head are in memory  |
     | parent     | [B, T]         | int32  | in     | of a tree, else None; kin [B, T, T] likewise             |
-    | t          | [B, N, T, K]   | fp32   | out    | carried queries of N = G or H heads                      |
+    | q          | [B, G, T, K]   |        | out    | scratch where T > 1: queries as the convolution left them|
+    | t          | [B, N, K]      | fp32   | out    | carried queries of N = G or H heads, of one token; of    |
+    |            | [B, N, P, T, K]| bf16   | out    | several in P parts that add up to them                   |
     | c          | [B, H, T, 1+R] | fp32   | out    | weights of S0 t, then of v by record number              |
     """
     if PDL:
@@ -242,10 +357,16 @@ def carry_kernel(
             i_g, i_j = i_u // parts, i_u % parts
             i_h = i_g * J + i_j * BJ
             count = tl.minimum(BJ, J - i_j * BJ) * V
-            CARRY(
-                inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_j, i_h * V, count, B,
-                T, H, G, V, K, R, L, W, BR, BK, BJ, BC, CHANNEL, GATES,
-            )  # fmt: skip
+            if T > 1:
+                CARRY(
+                    inputs, ring, weights, table, parent, kin, q, t, c, i_b, i_g, i_j, i_h * V, count, B,
+                    T, H, G, V, K, R, L, W, P, BP, BT, BK, BJ, BC, CHANNEL, GATES,
+                )  # fmt: skip
+            else:
+                CARRY(
+                    inputs, ring, weights, table, t, c, i_b, i_g, i_j, i_h * V, count, B,
+                    H, G, V, K, R, L, W, BP, BK, BJ, BC, CHANNEL, GATES,
+                )  # fmt: skip
             publish(ready, table, i_b, i_h, B)
         i += tl.num_programs(0)
     if PDL:
@@ -256,45 +377,84 @@ def carry_kernel(
 @triton.jit
 def read_tile(
     b_s, scale, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B,
-    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    BP: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
     """y = (c_0 S0 t + sum_j c_j v_j + D v) silu(z) for row i_b, head i_h, part i_v of V: S0 = b_s [BV, BK] times scale.
 
     | Name      | Shape          | Dtype  | Dir | Meaning                                           |
     | ring      | Ring           |        | in  | records                                           |
     | t, c      | as carry_kernel|        | in  |                                                   |
-    | y         | [B, T, H, V]   |        | out |                                                   |
+    | y         | [B, T, H, V]   |        | out | T is 1                                            |
     | skip      | [H, V]         |        | in  | D as a Field (strides of H and V), or None        |
     | gate      | [B, T, H, V]   |        | in  | z as a Field, or None                             |
     """
     slot, first, before, length, _, row = load_row(table, i_b, B)
-    o_p, o_t, o_k, o_v = tl.arange(0, BP), tl.arange(0, BT), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    m_p, m_t, m_v, m_k = o_p < before, o_t < length, o_v < V, o_k < K
+    o_p, o_k, o_v = tl.arange(0, BP), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    m_p, m, m_v, m_k = o_p < before, 0 < length, o_v < V, o_k < K
     p_v = ring.v.data + slot * ring.v.slot + i_h * R * V + o_v
     b_v = tl.load(p_v[None, :] + ((first + o_p) % R * V)[:, None], mask=m_p[:, None] & m_v, other=0.0).to(tl.float32)
     if ready is not None:
         await_number(ready, table, i_b, i_h // (H // G) * (H // G) + i_h % (H // G) // BJ * BJ, B)
-    p_own = p_v[None, :] + ((first + before + o_t) % R * V)[:, None]
-    b_own = tl.load(p_own, mask=m_t[:, None] & m_v, other=0.0).to(tl.float32)
-    for i in range(T):
-        # (1) y = c_0 S0 t + c . v
-        b_t = tl.load(t + ((row * N + i_h // (H // N)) * T + i) * K + o_k, mask=m_k, other=0.0)
-        p_c = c + ((row * H + i_h) * T + i) * (1 + R)
-        b_c = tl.load(p_c + 1 + o_p, mask=m_p, other=0.0)
-        c_own = tl.load(p_c + 1 + before + o_t, mask=m_t & (o_t <= i), other=0.0)
-        b_y = tl.load(p_c) * (tl.sum(b_s * b_t, 1) * scale)
-        b_y += tl.sum(b_c[:, None] * b_v, 0) + tl.sum(c_own[:, None] * b_own, 0)
-        # (2) skip and output gate
-        if skip is not None:
-            b_d = tl.load(skip.data + i_h * skip.row + o_v * skip.token, mask=m_v, other=0.0).to(tl.float32)
-            b_y += b_d * tl.sum(tl.where((o_t == i)[:, None], b_own, 0.0), 0)
-        if gate is not None:
-            p_z = gate.data + row * gate.row + i * gate.token + i_h * V + o_v
-            b_z = tl.load(p_z, mask=m_v, other=0.0).to(tl.float32)
-            b_y *= b_z * sigmoid(b_z)
-        b_y = tl.where(i < length, b_y, 0.0)
-        tl.store(y + ((row * T + i) * H + i_h) * V + o_v, b_y.to(y.dtype.element_ty), mask=m_v)
+    b_own = tl.load(p_v + (first + before) % R * V, mask=m & m_v, other=0.0).to(tl.float32)
+    # (1) y = c_0 S0 t + c . v
+    b_t = tl.load(t + (row * N + i_h // (H // N)) * K + o_k, mask=m_k, other=0.0)
+    p_c = c + (row * H + i_h) * (1 + R)
+    b_c = tl.load(p_c + 1 + o_p, mask=m_p, other=0.0)
+    c_own = tl.load(p_c + 1 + before, mask=m, other=0.0)
+    b_y = tl.load(p_c) * (tl.sum(b_s * b_t, 1) * scale)
+    b_y += tl.sum(b_c[:, None] * b_v, 0) + c_own * b_own
+    # (2) skip and output gate
+    if skip is not None:
+        b_d = tl.load(skip.data + i_h * skip.row + o_v * skip.token, mask=m_v, other=0.0).to(tl.float32)
+        b_y += b_d * b_own
+    if gate is not None:
+        b_z = tl.load(gate.data + row * gate.row + i_h * V + o_v, mask=m_v, other=0.0).to(tl.float32)
+        b_y *= b_z * sigmoid(b_z)
+    b_y = tl.where(m, b_y, 0.0)
+    tl.store(y + (row * H + i_h) * V + o_v, b_y.to(y.dtype.element_ty), mask=m_v)
+
+
+@triton.jit
+def read_tokens(
+    b_s, scale, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B,
+    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+    BJ: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """read_tile of several tokens at once, by products on tensor cores. PARTS: bf16 parts of the checkpoint's elements.
+
+    Products are as exact as P parts: 2 for an output of 16 bits, 3 for fp32.
+    """
+    slot, first, before, length, _, row = load_row(table, i_b, B)
+    o_r, o_t, o_k, o_v = tl.arange(0, BR), tl.arange(0, BT), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    m_r, m_t, m_v, m_k = o_r < before + length, o_t < length, (o_v < V)[:, None], (o_k < K)[:, None]
+    if ready is not None:
+        await_number(ready, table, i_b, i_h // (H // G) * (H // G) + i_h % (H // G) // BJ * BJ, B)
+    p_v = ring.v.data + slot * ring.v.slot + i_h * R * V + o_v[:, None]
+    b_v = tl.load(p_v + (first + o_r) % R * V, mask=m_v & m_r, other=0.0)
+    p_c = c + (row * H + i_h) * (T * (1 + R)) + o_t * (1 + R)
+    b_c = tl.load(p_c + 1 + o_r[:, None], mask=m_r[:, None] & m_t, other=0.0)
+    # (1) y = c_0 S0 t + c . v
+    p_t = t + (row * N + i_h // (H // N)) * (P * T * K) + o_t * K + o_k[:, None]
+    b_y = tl.zeros([BV, BT], tl.float32)
+    for i in tl.static_range(P):
+        b_t = tl.load(p_t + i * T * K, mask=m_k & m_t, other=0.0)
+        b_y = add_product(b_y, b_s, b_t, min(PARTS, P - i), 1)
+    b_y *= (scale * tl.full([BV], 1.0, tl.float32))[:, None] * tl.load(p_c, mask=m_t, other=0.0)
+    b_y = add_product(b_y, b_v, b_c, min(parts_of(b_v.dtype), P), P)
+    # (2) skip and output gate
+    if skip is not None:
+        b_d = tl.load(skip.data + i_h * skip.row + o_v * skip.token, mask=o_v < V, other=0.0).to(tl.float32)
+        own = (o_r[:, None] == before + o_t).to(tl.float32)
+        b_y += b_d[:, None] * add_product(tl.zeros([BV, BT], tl.float32), b_v, own, min(parts_of(b_v.dtype), P), 1)
+    if gate is not None:
+        p_z = gate.data + row * gate.row + o_t * gate.token + i_h * V + o_v[:, None]
+        b_z = tl.load(p_z, mask=m_v & m_t, other=0.0).to(tl.float32)
+        b_y *= b_z * sigmoid(b_z)
+    b_y = tl.where(m_t, b_y, 0.0)
+    p_y = y + (row * T * H + i_h) * V + o_t * (H * V) + o_v[:, None]
+    tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_v & (o_t < T))
 
 
 @triton.jit
@@ -397,10 +557,10 @@ def flush_kernel(
 def read_kernel(
     planes, ring, table, ready, t, c, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
-    BW: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr, BJ: tl.constexpr, BW: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """read_tile for every tile, head and row: grid (V / BV, H, B).
+    """read_tile or read_tokens for every tile, head and row: grid (V / BV, H, B).
 
     planes: those of the format, as Pools. Bytes: V K read_bytes + (committed + T) V itemsize per
     row and head, and t, c, y. The checkpoint is on its way before the carry is awaited. A row that is due is awaited
@@ -418,10 +578,15 @@ def read_kernel(
                     part = tl.minimum(i_v * BV // BW + i_w, parts - 1)
                     await_number(ready, table, i_b, H + i_h * parts + part, B)
         b_s, scale = load_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BV, BK, FORMAT)
-        read_tile(
-            b_s, scale, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP, BT, BV, BK,
-            BJ,
-        )  # fmt: skip
+        if T > 1:
+            read_tokens(
+                b_s, scale, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, P, BR, BT,
+                BV, BK, BJ, read_parts(FORMAT),
+            )  # fmt: skip
+        else:
+            read_tile(
+                b_s, scale, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, H, G, N, V, K, R, BP, BV, BK, BJ
+            )
     if PDL:
         if (i_b == B - 1) & (i_h == H - 1) & (i_v == tl.num_programs(0) - 1):
             gdc_wait()
@@ -429,10 +594,10 @@ def read_kernel(
 
 @triton.jit
 def decode_kernel(
-    planes, key, inputs, ring, weights, table, parent, kin, t, c, y, skip, gate,
+    planes, key, inputs, ring, weights, table, parent, kin, q, t, c, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
-    BF: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr,
+    R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr,
     FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Carry, flush and read in one launch, for small batches: grid (V / BV, H, B), arguments as in all three.
@@ -456,14 +621,27 @@ def decode_kernel(
                     )  # fmt: skip
                 tl.debug_barrier()  # for other threads of this program
         b_s, scale = load_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BV, BK, FORMAT)
-        CARRY(
-            inputs, ring, weights, table, parent, kin, t, c, i_b, i_h // J, i_h % J, i_h * V + i_v * BV,
-            tl.minimum(BV, V - i_v * BV), B, T, H, G, V, K, R, L, W, BR, BK, 1, BV, CHANNEL, GATES,
-        )  # fmt: skip
+        from_c, count = i_h * V + i_v * BV, tl.minimum(BV, V - i_v * BV)
+        if T > 1:
+            CARRY(
+                inputs, ring, weights, table, parent, kin, q, t, c, i_b, i_h // J, i_h % J, from_c, count, B,
+                T, H, G, V, K, R, L, W, P, BP, BT, BK, 1, BV, CHANNEL, GATES,
+            )  # fmt: skip
+        else:
+            CARRY(
+                inputs, ring, weights, table, t, c, i_b, i_h // J, i_h % J, from_c, count, B,
+                H, G, V, K, R, L, W, BP, BK, 1, BV, CHANNEL, GATES,
+            )  # fmt: skip
         tl.debug_barrier()  # t, c and v are in memory, for other threads of this program
-        read_tile(
-            b_s, scale, ring, table, None, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP, BT, BV, BK, 1
-        )
+        if T > 1:
+            read_tokens(
+                b_s, scale, ring, table, None, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, P, BR, BT,
+                BV, BK, 1, read_parts(FORMAT),
+            )  # fmt: skip
+        else:
+            read_tile(
+                b_s, scale, ring, table, None, t, c, y, skip, gate, i_b, i_h, i_v, B, H, G, N, V, K, R, BP, BV, BK, 1
+            )
 
 
 @triton.jit
@@ -537,18 +715,19 @@ class Launch(NamedTuple):
     flush_programs: int
 
 
-def launch(recurrence: Any, geometry: Any, format: str, rows: int) -> Launch:
-    """Launch choices for plain decoding, found on an NVIDIA H200 (docs/log.md, 2026-11-30).
+def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) -> Launch:
+    """Launch choices. Those of one token were found on an NVIDIA H200 (docs/log.md, 2026-11-30).
 
+    Those of several tokens come from machine code (registers, bytes, instructions: the same log), not from a GPU.
     What decides the order of a sum is one choice for every number of rows, so a row's result does not depend on how
     many there are, but for one launch against three.
     """
     H, G, V, _ = geometry
-    most, scaled = triton.next_power_of_2(V), needs_whole_rows(format)
-    return Launch(
+    most, scaled, heads = triton.next_power_of_2(V), needs_whole_rows(format), triton.next_power_of_2(H // G)
+    one = Launch(
         together=in_one_launch(rows, H),
         fold_v=min(most, 8 if scaled else 16),
-        carry_heads=1 if recurrence.delta else min(8, triton.next_power_of_2(H // G)),
+        carry_heads=1 if recurrence.delta else min(8, heads),
         carry_warps=1 if recurrence.delta else 2,
         carry_programs=8,
         read_v=min(most, 16 if not scaled and (format == "fp32" or recurrence.channel_gate) else 32),
@@ -556,6 +735,15 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int) -> Launch:
         flush_v=min(most, 16),
         flush_warps=4 if scaled else 2 if recurrence.channel_gate and format != "fp32" else 1,
         flush_programs=4,
+    )
+    if tokens == 1:
+        return one
+    wide = 64 if V % 64 == 0 else 32
+    return one._replace(
+        carry_heads=min(2, H // G) if recurrence.delta else one.carry_heads,
+        read_v=min(most, 16 if one.together else wide),
+        read_warps=1 if one.together else wide // 16,
+        flush_programs=8,
     )
 
 
@@ -588,6 +776,15 @@ def field(x: Tensor) -> Field:
     return Field(x, x.stride(0), x.stride(1))
 
 
+def tiles(window: int, tokens: int, dtype: torch.dtype) -> dict[str, int]:
+    """Tiles of records before a step and of tokens, and how many bf16 parts make outputs exact."""
+    past = triton.next_power_of_2(window)
+    if tokens == 1:
+        return {"P": 1, "BP": past, "BT": 1}
+    P = 3 if dtype == torch.float32 else 2
+    return {"P": P, "BP": max(16, past), "BT": max(8, triton.next_power_of_2(tokens))}
+
+
 def decode(
     recurrence: Any, geometry: Any, window: int, layer: LayerState, step: DeviceStep, inputs: Inputs,
     weights: LayerWeights, skip: Tensor | None, gate: Tensor | None, dtype: torch.dtype,
@@ -606,22 +803,26 @@ def decode(
         return y
     R, module = layer.ring.w.shape[2], recurrence.kernel()
     N = H if recurrence.delta else G
-    t = torch.empty(B, N, T, K, dtype=torch.float32, device=device)
+    tile = tiles(window, T, dtype)
+    q, t = None, torch.empty(B, N, K, dtype=torch.float32, device=device)
+    if T > 1:
+        q = torch.empty(B, G, T, K, dtype=dtype, device=device)
+        t = torch.empty(B, N, tile["P"], T, K, dtype=torch.bfloat16, device=device)
     c = torch.empty(B, H, T, 1 + R, dtype=torch.float32, device=device)
     checkpoint, ring, table, format = planes(layer.checkpoint), pools(layer), step.table, layer.format.name
-    chosen = launch(recurrence, geometry, format, B)
+    chosen = launch(recurrence, geometry, format, B, T)
     beside = folds_beside(R, window)
     if not beside:
         # as many tokens as records may wait: those are folded first, to make room
         start = (table[1] - table[4]) % R
         _launch_fold(recurrence, layer, table[0], start, table[4], table[8], layer.checkpoint, format)
     sizes = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K)}
-    carrying = sizes | {
+    carrying = sizes | tile | {
         "T": T, "L": layer.conv.shape[1], "W": 1 if weights.conv_weight is None else weights.conv_weight.shape[1],
-        "BR": triton.next_power_of_2(window + T - 1), "CHANNEL": recurrence.channel_gate, "CARRY": module.carry,
+        "CHANNEL": recurrence.channel_gate, "CARRY": module.carry if T == 1 else module.carry_tokens,
         "GATES": module.gates,
     }  # fmt: skip
-    reading = sizes | {"T": T, "N": N, "BP": triton.next_power_of_2(window), "BT": triton.next_power_of_2(T)}
+    reading = sizes | tile | {"T": T, "N": N, "BR": max(16, triton.next_power_of_2(window + T))}
     flushing = sizes | {
         "CHANNEL": recurrence.channel_gate, "DELTA": recurrence.delta, "FORMAT": format,
         "STEP": module.step if beside else None,
@@ -632,7 +833,7 @@ def decode(
     grid = (triton.cdiv(V, chosen.read_v), H, B)
     if chosen.together:
         decode_kernel[grid](
-            checkpoint, layer.key, inputs, ring, weights, table, step.parent, step.kin, t, c, *outputs,
+            checkpoint, layer.key, inputs, ring, weights, table, step.parent, step.kin, q, t, c, *outputs,
             **(carrying | reading | flushing), BV=chosen.read_v, BF=chosen.fold_v,
             num_warps=chosen.read_warps,
         )  # fmt: skip
@@ -647,7 +848,7 @@ def decode(
             num_warps=chosen.flush_warps,
         )  # fmt: skip
     carry_kernel[(min(units, chosen.carry_programs * processors(device)) if PDL else units,)](
-        inputs, ring, weights, table, ready, step.parent, step.kin, t, c, B,
+        inputs, ring, weights, table, ready, step.parent, step.kin, q, t, c, B,
         **carrying, **(after if beside else {"PDL": PDL}), BJ=chosen.carry_heads,
         BC=triton.next_power_of_2(chosen.carry_heads * V), num_warps=chosen.carry_warps,
     )  # fmt: skip
