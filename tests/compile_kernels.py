@@ -93,8 +93,8 @@ def jobs(
         "parent": None, "kin": None,
     }  # fmt: skip
     step = {
-        "ring": RING, "table": "*i32", "ready": Pool("*i32", "i32"), "c": "*fp32", "t": "*fp32" if tokens == 1 else "*bf16",
-        "q": None if tokens == 1 else "*bf16",
+        "ring": RING, "table": "*i32", "ready": Pool("*i32", "i32"), "c": "*fp32",
+        "t": "*fp32" if tokens == 1 else "*bf16", "q": None if tokens == 1 else "*bf16",
     }  # fmt: skip
     outputs = {"y": "*bf16", "skip": None if delta else Field("*fp32", "i32", "i32"), "gate": None}
     found = []

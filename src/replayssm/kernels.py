@@ -238,18 +238,21 @@ def convolved(
     p_pool = conv.data + slot * conv.slot + FIRST + o_c if weights.conv_weight is not None else p_x
     raw, found, taps, old = (), (), (), ()
     for i in tl.static_range(T):
-        raw = raw + (tl.load(p_x + i * field.token, mask=m_c & (i < length), other=0.0),)
+        b_x = tl.load(p_x + i * field.token, mask=m_c & (i < length), other=0.0)
+        raw = raw + (b_x,)  # type: ignore[assignment]
     if weights.conv_weight is None:
         for i in tl.static_range(T):
-            found = found + ((raw[i].to(tl.float32), raw[i]),)
+            found = found + ((raw[i].to(tl.float32), raw[i]),)  # type: ignore[assignment]
         return found
     p_w = weights.conv_weight + (FIRST + o_c) * weights.conv_channel
     for d in tl.static_range(W):
-        taps = taps + (tl.load(p_w + (W - 1 - d) * weights.conv_tap, mask=m_c, other=0.0).to(tl.float32),)
+        b_w = tl.load(p_w + (W - 1 - d) * weights.conv_tap, mask=m_c, other=0.0).to(tl.float32)
+        taps = taps + (b_w,)  # type: ignore[assignment]
     for d in tl.static_range(1, W):
-        old = old + (tl.load(p_pool + (end + L - d) % L * C, mask=m_c, other=0.0),)
+        b_x = tl.load(p_pool + (end + L - d) % L * C, mask=m_c, other=0.0)
+        old = old + (b_x,)  # type: ignore[assignment]
     for i in tl.static_range(T):
-        b_sum, at = taps[0] * raw[i].to(tl.float32), i
+        b_sum, at = taps[0] * raw[i].to(tl.float32), i  # type: ignore[misc]
         for d in tl.static_range(1, W):
             if parent is not None:
                 at = tl.where(at >= 0, tl.load(parent + row * T + tl.maximum(at, 0)), at - 1)
@@ -262,7 +265,8 @@ def convolved(
             b_sum += taps[d] * b_d.to(tl.float32)
         if weights.conv_bias is not None:
             b_sum += tl.load(weights.conv_bias + FIRST + o_c, mask=m_c, other=0.0).to(tl.float32)
-        found = found + (((b_sum * sigmoid(b_sum)).to(raw[i].dtype).to(tl.float32), raw[i]),)
+        b_y = (b_sum * sigmoid(b_sum)).to(b_x.dtype).to(tl.float32)
+        found = found + ((b_y, raw[i]),)
     return found
 
 
@@ -330,7 +334,8 @@ def carry_kernel(
     inputs, ring, weights, table, ready, parent, kin, q, t, c, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BJ: tl.constexpr, BC: tl.constexpr, CHANNEL: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, PDL: tl.constexpr,
+    BJ: tl.constexpr, BC: tl.constexpr, CHANNEL: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Append and carry for BJ heads of a key group and row after another: a persistent grid, rows in order.
 

@@ -138,11 +138,11 @@ def carry_tokens(
         while age >= 0:
             four = load_four(p_k, p_norm, p_g, p_w, first + before, age, m_k, m_e, K, R, E)
             for d in tl.static_range(4):
-                l = tl.maximum(age - d, 0)
+                i = tl.maximum(age - d, 0)
                 if kin is not None:
-                    seen = tl.load(kin + (row * T + i_t) * T + l) != 0
+                    seen = tl.load(kin + (row * T + i_t) * T + i) != 0
                 else:
-                    seen = o_t >= l
+                    seen = o_t >= i
                 seen &= age >= d
                 new_t, new_sum, b_c = pass_by(b_t, b_sum, four[d], CHANNEL)
                 b_t, b_sum = tl.where(seen[:, None], new_t, b_t), tl.where(seen, new_sum, b_sum)

@@ -8,7 +8,16 @@ import triton
 import triton.language as tl
 
 from replayssm.kernels import (
-    add_product, append, append_tokens, channels, expm1, keep, load_row, parts_of, softplus, store_parts,
+    add_product,
+    append,
+    append_tokens,
+    channels,
+    expm1,
+    keep,
+    load_row,
+    parts_of,
+    softplus,
+    store_parts,
 )  # fmt: skip
 
 
@@ -129,15 +138,15 @@ def carry_tokens(
     store_parts(p_t, b_t, (o_t < T)[:, None] & m_k, T * K, P)
     # (3) sums of g on the way to every token, from the checkpoint on and from other tokens on: [BJ, BT], [BJ, BT, BT]
     b_sum, b_on = tl.zeros([BJ, BT], tl.float32), tl.zeros([BJ, BT, BT], tl.float32)
-    for l in range(T):
-        g_l = tl.load(p_g + (first + before + l) % R, mask=m_j[:, None] & (l < length), other=0.0)
+    for i in range(T):
+        b_i = tl.load(p_g + (first + before + i) % R, mask=m_j[:, None] & (i < length), other=0.0)
         if kin is not None:
-            above = tl.load(kin + (row * T + i_t) * T + l) != 0
-            behind = (tl.load(kin + (row * T + l) * T + i_t) != 0) & (o_t != l)
+            above = tl.load(kin + (row * T + i_t) * T + i) != 0
+            behind = (tl.load(kin + (row * T + i) * T + i_t) != 0) & (o_t != i)
         else:
-            above, behind = o_t >= l, o_t < l
-        b_sum += tl.where(above, g_l, 0.0)
-        b_on += tl.where((above[:, None] & behind)[None, :, :], g_l[:, :, None], 0.0)
+            above, behind = o_t >= i, o_t < i
+        b_sum += tl.where(above, b_i, 0.0)
+        b_on += tl.where((above[:, None] & behind)[None, :, :], b_i[:, :, None], 0.0)
     # (4) c_j = w_j exp(D_j) (k_j . q), c_0 = exp(P_n)
     p_c = c + (row * H + i_h[:, None]) * (T * (1 + R)) + o_t * (1 + R)
     tl.store(p_c, tl.exp(tl.sum(b_g, 1)[:, None] + b_sum), mask=m_c)
