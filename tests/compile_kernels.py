@@ -93,8 +93,9 @@ def jobs(
         "parent": None, "kin": None,
     }  # fmt: skip
     step = {
-        "ring": RING, "table": "*i32", "ready": Pool("*i32", "i32"), "c": "*fp32",
-        "t": "*fp32" if tokens == 1 else "*bf16", "q": None if tokens == 1 else "*bf16",
+        "ring": RING, "table": "*i32", "ready": Pool("*i32", "i32"),
+        "q": None if tokens == 1 else "*bf16", "t": "*bf16", "c": "*bf16" if tokens == 1 else "*fp32",
+        "ends": "*fp32" if tokens == 1 else None,
     }  # fmt: skip
     outputs = {"y": "*bf16", "skip": None if delta else Field("*fp32", "i32", "i32"), "gate": None}
     found = []
@@ -109,6 +110,8 @@ def jobs(
             }  # fmt: skip
             apart = {"BJ": chosen.carry_heads, "PDL": PDL}
             types = planes | step | outputs
+            if tokens == 1 and not formats_kernel.in_bf16(fmt):
+                types["t"] = "*fp32"
             if chosen.together:
                 constants = carrying | reading | folding | {"BF": chosen.fold_v}
                 found.append((f"decode {fmt}", kernels.decode_kernel, types | inputs, constants, chosen.read_warps))
@@ -133,7 +136,8 @@ def read_block(planes, t, y, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
     """S0 t for BV rows."""
     slot, o_v = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     tile, scale = load_read(planes, slot, 0, o_v, V, K, BV, K, FORMAT)
-    tl.store(y + slot * V + o_v, tl.sum(tile * tl.load(t + slot * K + tl.arange(0, K)), 1) * scale)
+    b_t = tl.load(t + slot * K + tl.arange(0, K))
+    tl.store(y + slot * V + o_v, tl.sum(tile.to(tl.float32) * b_t, 1) * scale)
 
 
 @triton.jit

@@ -73,6 +73,12 @@ def read_parts(FORMAT: Any) -> int:
 
 
 @triton.constexpr_function
+def in_bf16(FORMAT: Any) -> bool:
+    """Whether tokens read bf16 numbers, as they are stored."""
+    return described(FORMAT).reads.name in ("bf16", "split16")
+
+
+@triton.constexpr_function
 def copy_planes(FORMAT: Any) -> int:
     """How many planes the copy has: the checkpoint's own come behind them."""
     fmt = described(FORMAT)
@@ -114,6 +120,15 @@ def reads_the_update(FORMAT: Any) -> bool:
 # ---- planes ----
 
 
+@triton.constexpr_function
+def divides(n: Any, whole: Any) -> bool:
+    """Whether tiles of n cover `whole` exactly, so that no mask is needed: they begin at multiples of n."""
+    return int(getattr(whole, "value", whole)) % int(getattr(n, "value", n)) == 0
+
+
+divides.__triton_builtin__ = True
+
+
 @triton.jit
 def rows(plane, slot, i_h, o_v, V: tl.constexpr, COLUMNS: tl.constexpr):
     """Where the rows o_v of a head begin in a plane: [BV]."""
@@ -127,14 +142,21 @@ def load_elements(
     """[BV, BC] entries as stored, 0 beyond."""
     o = tl.arange(0, BC)
     p = rows(plane, slot, i_h, o_v, V, COLUMNS)[:, None] + o
-    return tl.load(p, mask=(o_v < V)[:, None] & (o < COLUMNS), other=0, eviction_policy="evict_first" if EVICT else "")
+    policy: tl.constexpr = "evict_first" if EVICT else ""
+    if divides(o_v.shape[0], V) and COLUMNS == BC:
+        return tl.load(p, eviction_policy=policy)
+    else:
+        return tl.load(p, mask=(o_v < V)[:, None] & (o < COLUMNS), other=0, eviction_policy=policy)
 
 
 @triton.jit
 def store_elements(plane, slot, i_h, o_v, x, V: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr):
     o = tl.arange(0, BC)
     p = rows(plane, slot, i_h, o_v, V, COLUMNS)[:, None] + o
-    tl.store(p, x, mask=(o_v < V)[:, None] & (o < COLUMNS))
+    if divides(o_v.shape[0], V) and COLUMNS == BC:
+        tl.store(p, x)
+    else:
+        tl.store(p, x, mask=(o_v < V)[:, None] & (o < COLUMNS))
 
 
 @triton.jit
@@ -213,14 +235,17 @@ def load_kind(
 def load_read(
     planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
-    """Rows o_v of a head as tokens read them: tile [BV, BK] fp32 and scale, [BV] or one number.
+    """Rows o_v of a head as tokens read them: tile [BV, BK] fp32 (bf16 where in_bf16) and scale, [BV] or one number.
 
     | Name   | Shape       | Dtype     | Dir | Meaning                                          |
     | planes | tuple       | by format | in  | Pools of all planes, in the format's order       |
     | slot   | one         | int64     | in  |                                                  |
     | o_v    | [BV]        | int32     | in  | rows of V, those from V on are 0                 |
     """
-    return load_kind(planes, slot, i_h, o_v, V, K, BV, BK, read_kind(FORMAT), 0, True)
+    if in_bf16(FORMAT):
+        return load_elements(planes[0], slot, i_h, o_v, V, K, BK, True), 1.0
+    else:
+        return load_kind(planes, slot, i_h, o_v, V, K, BV, BK, read_kind(FORMAT), 0, True)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from replayssm.formats_kernel import load_read, load_update, needs_whole_rows, read_parts, store
+from replayssm.formats_kernel import in_bf16, load_read, load_update, needs_whole_rows, read_parts, store
 from replayssm.ring import DeviceStep, LayerState, folds_beside, in_one_launch
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -149,6 +149,34 @@ def store_parts(p, x, mask, stride, P: tl.constexpr):
         tl.store(p + i * stride, part, mask=mask)
         if i + 1 < P:
             x = x - part.to(tl.float32)
+
+
+@triton.jit
+def store_columns(p, x, mask, P: tl.constexpr):
+    """x as P bf16 parts that add up to it, side by side: at most 3 are not zero."""
+    for i in tl.static_range(P):
+        part = x.to(tl.bfloat16)
+        tl.store(p + i, part, mask=mask)
+        if i < 2:
+            x = x - part.to(tl.float32)
+        else:
+            x = x * 0.0
+
+
+@triton.jit
+def store_query(t, i, o_k, b_t, m_k, K: tl.constexpr, P: tl.constexpr):
+    """A carried query, number i: as it is, or its parts (where t is bf16)."""
+    if t.dtype.element_ty == tl.bfloat16:
+        store_columns(t + (i * K + o_k) * P, b_t, m_k, P)
+    else:
+        tl.store(t + i * K + o_k, b_t, mask=m_k)
+
+
+@triton.jit
+def load_columns(p, o, BN: tl.constexpr, P: tl.constexpr):
+    """What store_columns left for entries o, as a tile [len(o), BN] for a product: zero beyond the P parts."""
+    o_n = tl.arange(0, BN)
+    return tl.load(p + o[:, None] * P + o_n, mask=o_n < P, other=0.0)
 
 
 # ---- a step's inputs ----
@@ -322,16 +350,15 @@ def publish(ready, table, i_b, at, B):
 
 
 @triton.jit
-def await_number(ready, table, i_b, at, B):
+def await_number(ready, slot, number, at):
     """Until place `at` was published. Who publishes runs before, or (PDL) has begun before, in all its programs."""
-    slot, number = tl.load(table + i_b).to(tl.int64), tl.load(table + 7 * B + i_b)
     while tl.atomic_add(ready.data + slot * ready.slot + at, 0, sem="acquire") != number:
         pass
 
 
 @triton.jit
 def carry_kernel(
-    inputs, ring, weights, table, ready, parent, kin, q, t, c, B,
+    inputs, ring, weights, table, ready, parent, kin, q, t, c, ends, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BJ: tl.constexpr, BC: tl.constexpr, CHANNEL: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr,
@@ -347,8 +374,13 @@ def carry_kernel(
     | ready      | [S, H + n]     | int32  | out    | the step's number, once t, c, v of a head are in memory  |
     | parent     | [B, T]         | int32  | in     | of a tree, else None; kin [B, T, T] likewise             |
     | q          | [B, G, T, K]   |        | out    | scratch where T > 1: queries as the convolution left them|
-    | t          | [B, N, K]      | fp32   | out    | carried queries of N = G or H heads, of one token; of    |
-    |            | [B, N, P, T, K]| bf16   | out    | several in P parts that add up to them                   |
+    | Of one token (T = 1):
+    | t          | [B, N, K]      | fp32   | out    | carried queries of N = G or H heads,                     |
+    |            | or [B, N, K, P]| bf16   |        | or their parts side by side (store_columns)              |
+    | c          | [B, H, BP, P]  | bf16   | out    | parts of the weights of v by record number, 0 beyond     |
+    | ends       | [B, H, 2]      | fp32   | out    | weights of S0 t and of the token's own v                 |
+    | Of several:
+    | t          | [B, N, P, T, K]| bf16   | out    | in P parts that add up to them                           |
     | c          | [B, H, T, 1+R] | fp32   | out    | weights of S0 t, then of v by record number              |
     """
     if PDL:
@@ -369,8 +401,8 @@ def carry_kernel(
                 )  # fmt: skip
             else:
                 CARRY(
-                    inputs, ring, weights, table, t, c, i_b, i_g, i_j, i_h * V, count, B,
-                    H, G, V, K, R, L, W, BP, BK, BJ, BC, CHANNEL, GATES,
+                    inputs, ring, weights, table, t, c, ends, i_b, i_g, i_j, i_h * V, count, B,
+                    H, G, V, K, R, L, W, P, BP, BK, BJ, BC, CHANNEL, GATES,
                 )  # fmt: skip
             publish(ready, table, i_b, i_h, B)
         i += tl.num_programs(0)
@@ -381,48 +413,76 @@ def carry_kernel(
 
 @triton.jit
 def read_tile(
-    b_s, scale, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B,
+    b_s, scale, ring, slot, number, table, ready, t, c, ends, y, skip, gate, i_b, i_h, i_v, B,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    BP: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
+    P: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
     """y = (c_0 S0 t + sum_j c_j v_j + D v) silu(z) for row i_b, head i_h, part i_v of V: S0 = b_s [BV, BK] times scale.
 
-    | Name      | Shape          | Dtype  | Dir | Meaning                                           |
-    | ring      | Ring           |        | in  | records                                           |
-    | t, c      | as carry_kernel|        | in  |                                                   |
-    | y         | [B, T, H, V]   |        | out | T is 1                                            |
-    | skip      | [H, V]         |        | in  | D as a Field (strides of H and V), or None        |
-    | gate      | [B, T, H, V]   |        | in  | z as a Field, or None                             |
+    | Name          | Shape          | Dtype  | Dir | Meaning                                       |
+    | ring          | Ring           |        | in  | records                                       |
+    | t, c, ends    | as carry_kernel|        | in  |                                               |
+    | y             | [B, T, H, V]   |        | out | T is 1                                        |
+    | skip          | [H, V]         |        | in  | D as a Field (strides of H and V), or None    |
+    | gate          | [B, T, H, V]   |        | in  | z as a Field, or None                         |
+
+    A checkpoint in bf16 is multiplied by t's parts on tensor cores, so are the records' values by c's; any other is
+    multiplied as it is. What counts is how few instructions a tile takes (docs/log.md).
     """
-    slot, first, before, length, _, row = load_row(table, i_b, B)
-    o_p, o_k, o_v = tl.arange(0, BP), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    m_p, m, m_v, m_k = o_p < before, 0 < length, o_v < V, o_k < K
-    p_v = ring.v.data + slot * ring.v.slot + i_h * R * V + o_v
-    b_v = tl.load(p_v[None, :] + ((first + o_p) % R * V)[:, None], mask=m_p[:, None] & m_v, other=0.0).to(tl.float32)
+    EXACT: tl.constexpr = V % BV == 0
+    first, before, row = tl.load(table + B + i_b), tl.load(table + 2 * B + i_b), i_b.to(tl.int64)
+    o_p, o_k, o_x = tl.arange(0, BP), tl.arange(0, BK), tl.arange(0, BV)
+    o_v = i_v * BV + o_x
+    m_v = None if EXACT else o_v < V
+    m_p = (o_p < before)[:, None] if EXACT else (o_p < before)[:, None] & (o_v < V)
+    p_v = ring.v.data + slot * ring.v.slot + (i_h * (R * V) + i_v * BV)
+    b_v = tl.load(p_v + ((first + o_p) % R * V)[:, None] + o_x, mask=m_p, other=0.0)
     if ready is not None:
-        await_number(ready, table, i_b, i_h // (H // G) * (H // G) + i_h % (H // G) // BJ * BJ, B)
-    b_own = tl.load(p_v + (first + before) % R * V, mask=m & m_v, other=0.0).to(tl.float32)
+        await_number(ready, slot, number, i_h // (H // G) * (H // G) + i_h % (H // G) // BJ * BJ)
+    b_own = load_part(p_v + (first + before) % R * V + o_x, m_v).to(tl.float32)
+    p_ends = ends + (row * H + i_h) * 2
+    decay, own = tl.load(p_ends) * scale, tl.load(p_ends + 1)
     # (1) y = c_0 S0 t + c . v
-    b_t = tl.load(t + (row * N + i_h // (H // N)) * K + o_k, mask=m_k, other=0.0)
-    p_c = c + (row * H + i_h) * (1 + R)
-    b_c = tl.load(p_c + 1 + o_p, mask=m_p, other=0.0)
-    c_own = tl.load(p_c + 1 + before, mask=m, other=0.0)
-    b_y = tl.load(p_c) * (tl.sum(b_s * b_t, 1) * scale)
-    b_y += tl.sum(b_c[:, None] * b_v, 0) + c_own * b_own
+    b_c = load_columns(c + (row * H + i_h) * (BP * P), o_p, BN, P)
+    p_t = t + (row * N + i_h // (H // N)) * (K * (P if t.dtype.element_ty == tl.bfloat16 else 1))
+    if t.dtype.element_ty == tl.bfloat16:
+        o_n = tl.arange(0, BN)
+        m_t = o_n < P if K == BK else (o_n < P) & (o_k < K)[:, None]
+        b_t = tl.load(p_t + o_k[:, None] * P + o_n, mask=m_t, other=0.0)
+        b_y = add_product(tl.zeros([BV, BN], tl.float32), b_s, b_t, 1, 1) * decay
+        b_y = tl.sum(add_product(b_y, tl.trans(b_v), b_c, parts_of(b_v.dtype), 1), 1)
+    else:
+        b_t = load_part(p_t + o_k, None if K == BK else o_k < K)
+        b_y = tl.sum(b_s * b_t, 1) * decay
+        b_y += tl.sum(add_product(tl.zeros([BV, BN], tl.float32), tl.trans(b_v), b_c, parts_of(b_v.dtype), 1), 1)
     # (2) skip and output gate
     if skip is not None:
-        b_d = tl.load(skip.data + i_h * skip.row + o_v * skip.token, mask=m_v, other=0.0).to(tl.float32)
-        b_y += b_d * b_own
+        b_d = load_part(skip.data + i_h * skip.row + o_v * skip.token, m_v).to(tl.float32)
+        b_y += (b_d + own) * b_own
+    else:
+        b_y += own * b_own
     if gate is not None:
-        b_z = tl.load(gate.data + row * gate.row + i_h * V + o_v, mask=m_v, other=0.0).to(tl.float32)
+        b_z = load_part(gate.data + row * gate.row + i_h * V + o_v, m_v).to(tl.float32)
         b_y *= b_z * sigmoid(b_z)
-    b_y = tl.where(m, b_y, 0.0)
-    tl.store(y + (row * H + i_h) * V + o_v, b_y.to(y.dtype.element_ty), mask=m_v)
+    p_y = y + (row * H + i_h) * V + o_v
+    if EXACT:
+        tl.store(p_y, b_y.to(y.dtype.element_ty))
+    else:
+        tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_v)
+
+
+@triton.jit
+def load_part(p, mask):
+    """A load whose mask may be None: all of it is there."""
+    if mask is None:
+        return tl.load(p)
+    else:
+        return tl.load(p, mask=mask, other=0.0)
 
 
 @triton.jit
 def read_tokens(
-    b_s, scale, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B,
+    b_s, scale, ring, slot, number, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, P: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
     BJ: tl.constexpr, PARTS: tl.constexpr,
@@ -431,11 +491,11 @@ def read_tokens(
 
     Products are as exact as P parts: 2 for an output of 16 bits, 3 for fp32.
     """
-    slot, first, before, length, _, row = load_row(table, i_b, B)
+    _, first, before, length, _, row = load_row(table, i_b, B)
     o_r, o_t, o_k, o_v = tl.arange(0, BR), tl.arange(0, BT), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     m_r, m_t, m_v, m_k = o_r < before + length, o_t < length, (o_v < V)[:, None], (o_k < K)[:, None]
     if ready is not None:
-        await_number(ready, table, i_b, i_h // (H // G) * (H // G) + i_h % (H // G) // BJ * BJ, B)
+        await_number(ready, slot, number, i_h // (H // G) * (H // G) + i_h % (H // G) // BJ * BJ)
     p_v = ring.v.data + slot * ring.v.slot + i_h * R * V + o_v[:, None]
     b_v = tl.load(p_v + (first + o_r) % R * V, mask=m_v & m_r, other=0.0)
     p_c = c + (row * H + i_h) * (T * (1 + R)) + o_t * (1 + R)
@@ -560,7 +620,7 @@ def flush_kernel(
 
 @triton.jit
 def read_kernel(
-    planes, ring, table, ready, t, c, y, skip, gate,
+    planes, ring, table, ready, t, c, ends, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr, BJ: tl.constexpr, BW: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
@@ -576,22 +636,24 @@ def read_kernel(
     if slot < 0:
         zero_tile(y, i_b.to(tl.int64), i_h, i_v, T, H, V, BV)
     else:
+        number = tl.load(table + 7 * B + i_b)
         if BW is not None:
             if tl.load(table + 4 * B + i_b) > 0:
                 parts: tl.constexpr = (V + BW - 1) // BW
                 for i_w in range((BV + BW - 1) // BW):
                     part = tl.minimum(i_v * BV // BW + i_w, parts - 1)
-                    await_number(ready, table, i_b, H + i_h * parts + part, B)
+                    await_number(ready, slot, number, H + i_h * parts + part)
         b_s, scale = load_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BV, BK, FORMAT)
         if T > 1:
             read_tokens(
-                b_s, scale, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, P, BR, BT,
-                BV, BK, BJ, read_parts(FORMAT),
+                b_s, scale, ring, slot, number, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K,
+                R, P, BR, BT, BV, BK, BJ, read_parts(FORMAT),
             )  # fmt: skip
         else:
             read_tile(
-                b_s, scale, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, H, G, N, V, K, R, BP, BV, BK, BJ
-            )
+                b_s, scale, ring, slot, number, table, ready, t, c, ends, y, skip, gate, i_b, i_h, i_v, B, H, G, N, V,
+                K, R, P, BP, BT, BV, BK, BJ,
+            )  # fmt: skip
     if PDL:
         if (i_b == B - 1) & (i_h == H - 1) & (i_v == tl.num_programs(0) - 1):
             gdc_wait()
@@ -599,7 +661,7 @@ def read_kernel(
 
 @triton.jit
 def decode_kernel(
-    planes, key, inputs, ring, weights, table, parent, kin, q, t, c, y, skip, gate,
+    planes, key, inputs, ring, weights, table, parent, kin, q, t, c, ends, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr,
     BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr,
@@ -634,19 +696,20 @@ def decode_kernel(
             )  # fmt: skip
         else:
             CARRY(
-                inputs, ring, weights, table, t, c, i_b, i_h // J, i_h % J, from_c, count, B,
-                H, G, V, K, R, L, W, BP, BK, 1, BV, CHANNEL, GATES,
+                inputs, ring, weights, table, t, c, ends, i_b, i_h // J, i_h % J, from_c, count, B,
+                H, G, V, K, R, L, W, P, BP, BK, 1, BV, CHANNEL, GATES,
             )  # fmt: skip
         tl.debug_barrier()  # t, c and v are in memory, for other threads of this program
         if T > 1:
             read_tokens(
-                b_s, scale, ring, table, None, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, P, BR, BT,
-                BV, BK, 1, read_parts(FORMAT),
+                b_s, scale, ring, slot, 0, table, None, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, P,
+                BR, BT, BV, BK, 1, read_parts(FORMAT),
             )  # fmt: skip
         else:
             read_tile(
-                b_s, scale, ring, table, None, t, c, y, skip, gate, i_b, i_h, i_v, B, H, G, N, V, K, R, BP, BV, BK, 1
-            )
+                b_s, scale, ring, slot, 0, table, None, t, c, ends, y, skip, gate, i_b, i_h, i_v, B, H, G, N, V, K, R,
+                P, BP, BT, BV, BK, 1,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -721,22 +784,32 @@ class Launch(NamedTuple):
 
 
 def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) -> Launch:
-    """Launch choices. Those of one token were found on an NVIDIA H200 (docs/log.md, 2026-11-30).
+    """Launch choices, found on an NVIDIA H200 (docs/log.md, 2026-11-30).
 
-    Those of several tokens come from machine code (registers, bytes, instructions: the same log), not from a GPU.
+    Those of several tokens, and those of the read apart, come from machine code (registers, bytes, instructions: the
+    same log), not from a GPU.
     What decides the order of a sum is one choice for every number of rows, so a row's result does not depend on how
     many there are, but for one launch against three.
     """
     H, G, V, _ = geometry
     most, scaled, heads = triton.next_power_of_2(V), needs_whole_rows(format), triton.next_power_of_2(H // G)
+    together = in_one_launch(rows, H)
+    if in_bf16(format) and not together:
+        read_v = next(v for v in (64, 32, 16) if V % v == 0 or v == 16)
+        read_warps = max(1, read_v // 32)
+    elif format == "fp32" and not together:
+        read_v, read_warps = 16, 1
+    else:
+        read_v = 16 if not scaled and (format == "fp32" or recurrence.channel_gate) else 32
+        read_warps = 4 if scaled else 2
     one = Launch(
-        together=in_one_launch(rows, H),
+        together=together,
         fold_v=min(most, 8 if scaled else 16),
         carry_heads=1 if recurrence.delta else min(8, heads),
         carry_warps=1 if recurrence.delta else 2,
         carry_programs=8,
-        read_v=min(most, 16 if not scaled and (format == "fp32" or recurrence.channel_gate) else 32),
-        read_warps=4 if scaled else 2,
+        read_v=min(most, read_v),
+        read_warps=read_warps,
         flush_v=min(most, 16),
         flush_warps=4 if scaled else 2 if recurrence.channel_gate and format != "fp32" else 1,
         flush_programs=4,
@@ -782,12 +855,12 @@ def field(x: Tensor) -> Field:
 
 
 def tiles(window: int, tokens: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tiles of records before a step and of tokens, and how many bf16 parts make outputs exact."""
-    past = triton.next_power_of_2(window)
-    if tokens == 1:
-        return {"P": 1, "BP": past, "BT": 1}
+    """Tiles of records before a step and of tokens (of parts, if there is one), and parts that make outputs exact."""
     P = 3 if dtype == torch.float32 else 2
-    return {"P": P, "BP": max(16, past), "BT": max(8, triton.next_power_of_2(tokens))}
+    past = max(16, triton.next_power_of_2(window))
+    if tokens == 1:
+        return {"P": triton.next_power_of_2(P), "BP": past, "BT": 8}
+    return {"P": P, "BP": past, "BT": max(8, triton.next_power_of_2(tokens))}
 
 
 def decode(
@@ -809,11 +882,18 @@ def decode(
     R, module = layer.ring.w.shape[2], recurrence.kernel()
     N = H if recurrence.delta else G
     tile = tiles(window, T, dtype)
-    q, t = None, torch.empty(B, N, K, dtype=torch.float32, device=device)
+    q = ends = None
     if T > 1:
         q = torch.empty(B, G, T, K, dtype=dtype, device=device)
         t = torch.empty(B, N, tile["P"], T, K, dtype=torch.bfloat16, device=device)
-    c = torch.empty(B, H, T, 1 + R, dtype=torch.float32, device=device)
+        c = torch.empty(B, H, T, 1 + R, dtype=torch.float32, device=device)
+    else:
+        if in_bf16(layer.format.name):
+            t = torch.empty(B, N, K, tile["P"], dtype=torch.bfloat16, device=device)
+        else:
+            t = torch.empty(B, N, K, dtype=torch.float32, device=device)
+        c = torch.empty(B, H, tile["BP"], tile["P"], dtype=torch.bfloat16, device=device)
+        ends = torch.empty(B, H, 2, dtype=torch.float32, device=device)
     checkpoint, ring, table, format = planes(layer.checkpoint), pools(layer), step.table, layer.format.name
     chosen = launch(recurrence, geometry, format, B, T)
     beside = folds_beside(R, window)
@@ -838,7 +918,7 @@ def decode(
     grid = (triton.cdiv(V, chosen.read_v), H, B)
     if chosen.together:
         decode_kernel[grid](
-            checkpoint, layer.key, inputs, ring, weights, table, step.parent, step.kin, q, t, c, *outputs,
+            checkpoint, layer.key, inputs, ring, weights, table, step.parent, step.kin, q, t, c, ends, *outputs,
             **(carrying | reading | flushing), BV=chosen.read_v, BF=chosen.fold_v,
             num_warps=chosen.read_warps,
         )  # fmt: skip
@@ -853,12 +933,12 @@ def decode(
             num_warps=chosen.flush_warps,
         )  # fmt: skip
     carry_kernel[(min(units, chosen.carry_programs * processors(device)) if PDL else units,)](
-        inputs, ring, weights, table, ready, step.parent, step.kin, q, t, c, B,
+        inputs, ring, weights, table, ready, step.parent, step.kin, q, t, c, ends, B,
         **carrying, **(after if beside else {"PDL": PDL}), BJ=chosen.carry_heads,
         BC=triton.next_power_of_2(chosen.carry_heads * V), num_warps=chosen.carry_warps,
     )  # fmt: skip
     read_kernel[grid](
-        checkpoint, ring, table, ready, t, c, *outputs, **reading, **after, FORMAT=format, BV=chosen.read_v,
+        checkpoint, ring, table, ready, t, c, ends, *outputs, **reading, **after, FORMAT=format, BV=chosen.read_v,
         BJ=chosen.carry_heads, BW=chosen.flush_v if beside else None, num_warps=chosen.read_warps,
     )  # fmt: skip
     return y

@@ -7,7 +7,19 @@ a time (docs/log.md). So nothing here needs the ring's `back`.
 import triton
 import triton.language as tl
 
-from replayssm.kernels import append, append_tokens, channels, expm1, keep, load_row, sigmoid, softplus, store_parts
+from replayssm.kernels import (
+    append,
+    append_tokens,
+    channels,
+    expm1,
+    keep,
+    load_row,
+    sigmoid,
+    softplus,
+    store_columns,
+    store_parts,
+    store_query,
+)
 
 
 @triton.jit
@@ -24,14 +36,14 @@ def gates(inputs, weights, row, i, i_h, o_k, m_k, K: tl.constexpr):
 
 @triton.jit
 def carry(
-    inputs, ring, weights, table, t, c, i_b, i_g, i_j, from_c, count, B,
+    inputs, ring, weights, table, t, c, ends, i_b, i_g, i_j, from_c, count, B,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    L: tl.constexpr, W: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr,
-    CHANNEL: tl.constexpr, GATES: tl.constexpr,
+    L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
+    BC: tl.constexpr, CHANNEL: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
     """c_j = w_j (k_j . t), t <- a_j (t - c_j k_j), from the newest record to the oldest; c_0 = 1.
 
-    For one head (BJ is 1), t [B, H, 1, K]; arguments as in mamba2. A gate per record, or (CHANNEL, kda) one per key
+    For one head (BJ is 1), t of N = H heads; arguments as in mamba2. A gate per record, or (CHANNEL, kda) one per key
     channel. The next record is on its way while the present one is applied.
     """
     E: tl.constexpr = K if CHANNEL else 1
@@ -79,11 +91,11 @@ def carry(
         b_t = tl.exp(b_g) * (b_t - c_j * b_k)
         b_c = tl.where(o_p == age, c_j, b_c)
         age -= 1
-    p_c = c + (row * H + i_h) * (1 + R)
-    tl.store(p_c, 1.0)
-    tl.store(p_c + 1 + o_p, b_c, mask=(o_p < R) & (o_p != before))
-    tl.store(p_c + 1 + before, own_c)
-    tl.store(t + (row * H + i_h) * K + o_k, b_t, mask=m_k)
+    store_columns(c + ((row * H + i_h) * BP + o_p) * P, b_c, o_p < BP, P)
+    p_ends = ends + (row * H + i_h) * 2
+    tl.store(p_ends, 1.0)
+    tl.store(p_ends + 1, own_c)
+    store_query(t, row * H + i_h, o_k, b_t, m_k, K, P)
     keep(ring.conv, weights, slot, end, 0, o_x, b_xq, m_k & m, 0, C, L)
     append(
         ring, weights, slot, end, 0, own, i_g, o_k, o_c, own_k, b_xk, b_v, b_xv, m_k, m_c, K_FIRST, V_FIRST, C, L, V,

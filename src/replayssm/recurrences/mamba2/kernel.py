@@ -17,7 +17,9 @@ from replayssm.kernels import (
     load_row,
     parts_of,
     softplus,
+    store_columns,
     store_parts,
+    store_query,
 )  # fmt: skip
 
 
@@ -39,15 +41,15 @@ def gates(inputs, weights, row, i, i_h, m_h):
 
 @triton.jit
 def carry(
-    inputs, ring, weights, table, t, c, i_b, i_g, i_j, from_c, count, B,
+    inputs, ring, weights, table, t, c, ends, i_b, i_g, i_j, from_c, count, B,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    L: tl.constexpr, W: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr,
-    CHANNEL: tl.constexpr, GATES: tl.constexpr,
+    L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
+    BC: tl.constexpr, CHANNEL: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
     """The step's record is appended; t = q, c_0 = exp(P_n) and c_j = w_j exp(D_j) (k_j . q).
 
     For row i_b, key group i_g and BJ of its heads, the i_j-th such part, and for the `count` channels of v
-    (at most BC) from `from_c` on. Other arguments as in kernels.carry_kernel: t [B, G, 1, K].
+    (at most BC) from `from_c` on. Other arguments as in kernels.carry_kernel: t of N = G heads.
 
     The token's record is stored last: no load has to wait for it.
     """
@@ -82,11 +84,11 @@ def carry(
     # (3) c_j = w_j exp(D_j) (k_j . q), c_0 = exp(P_n)
     score = tl.sum(tl.where(m_p[:, None], b_k.to(tl.float32) * b_q, 0.0), 1)
     b_c = tl.where(m_p, b_w * tl.exp(b_d) * score[None, :], 0.0)
-    p_c = c + (row * H + i_h) * (1 + R)
-    tl.store(p_c[:, None] + 1 + o_p, b_c, mask=m_j[:, None] & (o_p < R) & (o_p != before))
-    tl.store(p_c + 1 + before, w_n * tl.sum(b_n * b_q, 0), mask=m_j)
-    tl.store(p_c, tl.exp(tl.sum(b_g, 1) + g_n), mask=m_j)
-    tl.store(t + (row * G + i_g) * K + o_k, b_q, mask=m_k)
+    store_columns(c + ((row * H + i_h)[:, None] * BP + o_p) * P, b_c, m_j[:, None], P)
+    p_ends = ends + (row * H + i_h) * 2
+    tl.store(p_ends, tl.exp(tl.sum(b_g, 1) + g_n), mask=m_j)
+    tl.store(p_ends + 1, w_n * tl.sum(b_n * b_q, 0), mask=m_j)
+    store_query(t, row * G + i_g, o_k, b_q, m_k, K, P)
     keep(ring.conv, weights, slot, end, 0, o_x, b_xq, m_k & m, Q_FIRST, C, L)
     append(
         ring, weights, slot, end, 0, own, i_g, o_k, o_c, b_n, b_xk, b_v, b_xv, m_k, m_c, K_FIRST, 0, C, L, V, K, R
