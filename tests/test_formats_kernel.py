@@ -10,7 +10,7 @@ from test_formats import NAMES, states
 
 from replayssm import Geometry, ReplayCache, formats
 from replayssm.bench import kernels as bench
-from replayssm.formats_kernel import load_read, load_update, store
+from replayssm.formats_kernel import decode_read, fetch_read, load_update, read_kind, scaled, store
 from replayssm.kernels import Pool
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,8 +32,9 @@ def decode(planes, read, update, V: tl.constexpr, K: tl.constexpr, BK: tl.conste
     o_v, o_k = tl.arange(0, 8), tl.arange(0, BK)
     at = ((slot * tl.num_programs(0) + i_h) * V + o_v[:, None]) * K + o_k
     mask = (o_v < V)[:, None] & (o_k < K)
-    tile, scale = load_read(planes, slot, i_h, o_v, V, K, 8, BK, FORMAT)
-    tl.store(read + at, tile * (tl.zeros([8], tl.float32) + scale)[:, None], mask=mask)
+    codes, blocks, rows = fetch_read(planes, slot, i_h, o_v, V, K, BK, FORMAT)
+    tile, scale = decode_read(codes, blocks, rows, 8, BK, FORMAT)
+    tl.store(read + at, scaled(tile, scale, read_kind(FORMAT)), mask=mask)
     tl.store(update + at, load_update(planes, slot, i_h, o_v, V, K, 8, BK, FORMAT), mask=mask)
 
 

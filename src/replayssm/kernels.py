@@ -28,7 +28,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from replayssm.formats_kernel import load_read, load_update, needs_whole_rows, store
+from replayssm import formats
+from replayssm.formats_kernel import decode_read, fetch_read, load_update, needs_whole_rows, read_kind, store, summed
 from replayssm.ring import DeviceStep, LayerState, folds_beside, in_one_launch
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -255,11 +256,14 @@ def carry_kernel(
 
 @triton.jit
 def read_tile(
-    b_s, scale, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B,
+    codes, blocks, rows, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """y = (c_0 S0 t + sum_j c_j v_j + D v) silu(z) for row i_b, head i_h, part i_v of V: S0 = b_s [BV, BK] times scale.
+    """y = (c_0 S0 t + sum_j c_j v_j + D v) silu(z) for row i_b, head i_h, part i_v of V.
+
+    S0 [BV, BK] comes as stored (fetch_read) and is decoded when the carry is there: few registers wait.
 
     | Name      | Shape          | Dtype  | Dir | Meaning                                           |
     | ring      | Ring           |        | in  | records                                           |
@@ -277,13 +281,14 @@ def read_tile(
         await_number(ready, table, i_b, i_h // (H // G) * (H // G) + i_h % (H // G) // BJ * BJ, B)
     p_own = p_v[None, :] + ((first + before + o_t) % R * V)[:, None]
     b_own = tl.load(p_own, mask=m_t[:, None] & m_v, other=0.0).to(tl.float32)
+    b_s, scale = decode_read(codes, blocks, rows, BV, BK, FORMAT)
     for i in range(T):
         # (1) y = c_0 S0 t + c . v
         b_t = tl.load(t + ((row * N + i_h // (H // N)) * T + i) * K + o_k, mask=m_k, other=0.0)
         p_c = c + ((row * H + i_h) * T + i) * (1 + R)
         b_c = tl.load(p_c + 1 + o_p, mask=m_p, other=0.0)
         c_own = tl.load(p_c + 1 + before + o_t, mask=m_t & (o_t <= i), other=0.0)
-        b_y = tl.load(p_c) * (tl.sum(b_s * b_t, 1) * scale)
+        b_y = tl.load(p_c) * summed(b_s, scale, b_t, read_kind(FORMAT))
         b_y += tl.sum(b_c[:, None] * b_v, 0) + tl.sum(c_own[:, None] * b_own, 0)
         # (2) skip and output gate
         if skip is not None:
@@ -407,20 +412,20 @@ def read_kernel(
     first, where (BW) it was flushed beside.
     """
     i_v, i_h, i_b, B = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    slot = tl.load(table + i_b).to(tl.int64)
+    slot, folds = tl.load(table + i_b).to(tl.int64), tl.load(table + 4 * B + i_b)
     if slot < 0:
         zero_tile(y, i_b.to(tl.int64), i_h, i_v, T, H, V, BV)
     else:
         if BW is not None:
-            if tl.load(table + 4 * B + i_b) > 0:
+            if folds > 0:
                 parts: tl.constexpr = (V + BW - 1) // BW
                 for i_w in range((BV + BW - 1) // BW):
                     part = tl.minimum(i_v * BV // BW + i_w, parts - 1)
                     await_number(ready, table, i_b, H + i_h * parts + part, B)
-        b_s, scale = load_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BV, BK, FORMAT)
+        codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
         read_tile(
-            b_s, scale, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP, BT, BV, BK,
-            BJ,
+            codes, blocks, rows, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP,
+            BT, BV, BK, BJ, FORMAT,
         )  # fmt: skip
     if PDL:
         if (i_b == B - 1) & (i_h == H - 1) & (i_v == tl.num_programs(0) - 1):
@@ -455,15 +460,16 @@ def decode_kernel(
                         FORMAT, STEP,
                     )  # fmt: skip
                 tl.debug_barrier()  # for other threads of this program
-        b_s, scale = load_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BV, BK, FORMAT)
+        codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
         CARRY(
             inputs, ring, weights, table, parent, kin, t, c, i_b, i_h // J, i_h % J, i_h * V + i_v * BV,
             tl.minimum(BV, V - i_v * BV), B, T, H, G, V, K, R, L, W, BR, BK, 1, BV, CHANNEL, GATES,
         )  # fmt: skip
         tl.debug_barrier()  # t, c and v are in memory, for other threads of this program
         read_tile(
-            b_s, scale, ring, table, None, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP, BT, BV, BK, 1
-        )
+            codes, blocks, rows, ring, table, None, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP, BT,
+            BV, BK, 1, FORMAT,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -544,15 +550,22 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int) -> Launch:
     many there are, but for one launch against three.
     """
     H, G, V, _ = geometry
-    most, scaled = triton.next_power_of_2(V), needs_whole_rows(format)
+    most, scaled, together = triton.next_power_of_2(V), needs_whole_rows(format), in_one_launch(rows, H)
+    bits = formats.get(format).reads.bits
+    if bits <= 8 and not together:
+        # instructions decide, not bytes: with many rows of V to a warp, addresses and sums are worked out seldom
+        read_v, read_warps = 64 if bits == 4 and V % 64 == 0 else 32, 1
+    else:
+        read_v = 16 if not scaled and (format == "fp32" or recurrence.channel_gate) else 32
+        read_warps = 4 if scaled else 2
     return Launch(
-        together=in_one_launch(rows, H),
+        together=together,
         fold_v=min(most, 8 if scaled else 16),
         carry_heads=1 if recurrence.delta else min(8, triton.next_power_of_2(H // G)),
         carry_warps=1 if recurrence.delta else 2,
         carry_programs=8,
-        read_v=min(most, 16 if not scaled and (format == "fp32" or recurrence.channel_gate) else 32),
-        read_warps=4 if scaled else 2,
+        read_v=min(most, read_v),
+        read_warps=read_warps,
         flush_v=min(most, 16),
         flush_warps=4 if scaled else 2 if recurrence.channel_gate and format != "fp32" else 1,
         flush_programs=4,
