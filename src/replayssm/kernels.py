@@ -28,7 +28,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from replayssm.formats_kernel import in_bf16, load_read, load_update, needs_whole_rows, read_parts, store
+from replayssm import formats
+from replayssm.formats_kernel import (
+    decode_read,
+    fetch_read,
+    in_bf16,
+    load_update,
+    needs_whole_rows,
+    read_kind,
+    read_parts,
+    scaled,
+    store,
+    summed,
+)
 from replayssm.ring import DeviceStep, LayerState, folds_beside, in_one_launch
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -105,10 +117,20 @@ def softplus(x):
 
 @triton.jit
 def expm1(x):
-    """exp(x) - 1 for x <= 0, to a few ulps also where x is tiny: many such factors in a row must not drift."""
-    u = tl.exp(x)
-    log = tl.log(u)
-    return tl.where(x < -1.0, u - 1.0, tl.where(log == 0.0, x, (u - 1.0) * (x / log)))
+    """exp(x) - 1 for x <= 0, to an ulp or two also where x is tiny: many such factors in a row must not drift.
+
+    Its series down to -1: a fold's loop runs it once a record in every thread, and with a logarithm and a quotient it
+    was a third of that loop.
+    """
+    y = x * (1 / 3628800) + 1 / 362880
+    y = y * x + 1 / 40320
+    y = y * x + 1 / 5040
+    y = y * x + 1 / 720
+    y = y * x + 1 / 120
+    y = y * x + 1 / 24
+    y = y * x + 1 / 6
+    y = y * x + 0.5
+    return tl.where(x < -1.0, tl.exp(x) - 1.0, y * x * x + x)
 
 
 @triton.constexpr_function
@@ -413,11 +435,14 @@ def carry_kernel(
 
 @triton.jit
 def read_tile(
-    b_s, scale, ring, slot, number, table, ready, t, c, ends, y, skip, gate, i_b, i_h, i_v, B,
+    codes, blocks, rows, ring, slot, number, table, ready, t, c, ends, y, skip, gate, i_b, i_h, i_v, B,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     P: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """y = (c_0 S0 t + sum_j c_j v_j + D v) silu(z) for row i_b, head i_h, part i_v of V: S0 = b_s [BV, BK] times scale.
+    """y = (c_0 S0 t + sum_j c_j v_j + D v) silu(z) for row i_b, head i_h, part i_v of V.
+
+    S0 [BV, BK] comes as stored (fetch_read) and is decoded when the carry is there: few registers wait.
 
     | Name          | Shape          | Dtype  | Dir | Meaning                                       |
     | ring          | Ring           |        | in  | records                                       |
@@ -441,19 +466,20 @@ def read_tile(
         await_number(ready, slot, number, i_h // (H // G) * (H // G) + i_h % (H // G) // BJ * BJ)
     b_own = load_part(p_v + (first + before) % R * V + o_x, m_v).to(tl.float32)
     p_ends = ends + (row * H + i_h) * 2
-    decay, own = tl.load(p_ends) * scale, tl.load(p_ends + 1)
+    decay, own = tl.load(p_ends), tl.load(p_ends + 1)
     # (1) y = c_0 S0 t + c . v
     b_c = load_columns(c + (row * H + i_h) * (BP * P), o_p, BN, P)
-    p_t = t + (row * N + i_h // (H // N)) * (K * (P if t.dtype.element_ty == tl.bfloat16 else 1))
-    if t.dtype.element_ty == tl.bfloat16:
+    p_t = t + (row * N + i_h // (H // N)) * (K * (P if in_bf16(FORMAT) else 1))
+    if in_bf16(FORMAT):
         o_n = tl.arange(0, BN)
         m_t = o_n < P if K == BK else (o_n < P) & (o_k < K)[:, None]
         b_t = tl.load(p_t + o_k[:, None] * P + o_n, mask=m_t, other=0.0)
-        b_y = add_product(tl.zeros([BV, BN], tl.float32), b_s, b_t, 1, 1) * decay
+        b_y = add_product(tl.zeros([BV, BN], tl.float32), codes, b_t, 1, 1) * decay
         b_y = tl.sum(add_product(b_y, tl.trans(b_v), b_c, parts_of(b_v.dtype), 1), 1)
     else:
         b_t = load_part(p_t + o_k, None if K == BK else o_k < K)
-        b_y = tl.sum(b_s * b_t, 1) * decay
+        tile, scale = decode_read(codes, blocks, rows, BV, BK, FORMAT)
+        b_y = summed(tile, scale, b_t, read_kind(FORMAT)) * decay
         b_y += tl.sum(add_product(tl.zeros([BV, BN], tl.float32), tl.trans(b_v), b_c, parts_of(b_v.dtype), 1), 1)
     # (2) skip and output gate
     if skip is not None:
@@ -482,15 +508,17 @@ def load_part(p, mask):
 
 @triton.jit
 def read_tokens(
-    b_s, scale, ring, slot, number, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B,
+    codes, blocks, rows, ring, slot, number, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, P: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-    BJ: tl.constexpr, PARTS: tl.constexpr,
+    BJ: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """read_tile of several tokens at once, by products on tensor cores. PARTS: bf16 parts of the checkpoint's elements.
+    """read_tile of several tokens at once, by products on tensor cores.
 
     Products are as exact as P parts: 2 for an output of 16 bits, 3 for fp32.
     """
+    KIND: tl.constexpr = read_kind(FORMAT)
+    PARTS: tl.constexpr = read_parts(FORMAT)
     _, first, before, length, _, row = load_row(table, i_b, B)
     o_r, o_t, o_k, o_v = tl.arange(0, BR), tl.arange(0, BT), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     m_r, m_t, m_v, m_k = o_r < before + length, o_t < length, (o_v < V)[:, None], (o_k < K)[:, None]
@@ -500,7 +528,13 @@ def read_tokens(
     b_v = tl.load(p_v + (first + o_r) % R * V, mask=m_v & m_r, other=0.0)
     p_c = c + (row * H + i_h) * (T * (1 + R)) + o_t * (1 + R)
     b_c = tl.load(p_c + 1 + o_r[:, None], mask=m_r[:, None] & m_t, other=0.0)
-    # (1) y = c_0 S0 t + c . v
+    # (1) y = c_0 S0 t + c . v; scales of rows multiply sums, those of blocks do not
+    if in_bf16(FORMAT):
+        b_s, scale = codes, 1.0
+    else:
+        b_s, scale = decode_read(codes, blocks, rows, BV, BK, FORMAT)
+        if KIND == "fp4" or KIND == "mxfp4":
+            b_s, scale = scaled(b_s, scale, KIND), 1.0
     p_t = t + (row * N + i_h // (H // N)) * (P * T * K) + o_t * K + o_k[:, None]
     b_y = tl.zeros([BV, BT], tl.float32)
     for i in tl.static_range(P):
@@ -632,27 +666,27 @@ def read_kernel(
     first, where (BW) it was flushed beside.
     """
     i_v, i_h, i_b, B = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    slot = tl.load(table + i_b).to(tl.int64)
+    slot, folds = tl.load(table + i_b).to(tl.int64), tl.load(table + 4 * B + i_b)
     if slot < 0:
         zero_tile(y, i_b.to(tl.int64), i_h, i_v, T, H, V, BV)
     else:
         number = tl.load(table + 7 * B + i_b)
         if BW is not None:
-            if tl.load(table + 4 * B + i_b) > 0:
+            if folds > 0:
                 parts: tl.constexpr = (V + BW - 1) // BW
                 for i_w in range((BV + BW - 1) // BW):
                     part = tl.minimum(i_v * BV // BW + i_w, parts - 1)
                     await_number(ready, slot, number, H + i_h * parts + part)
-        b_s, scale = load_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BV, BK, FORMAT)
+        codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
         if T > 1:
             read_tokens(
-                b_s, scale, ring, slot, number, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K,
-                R, P, BR, BT, BV, BK, BJ, read_parts(FORMAT),
+                codes, blocks, rows, ring, slot, number, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G,
+                N, V, K, R, P, BR, BT, BV, BK, BJ, FORMAT,
             )  # fmt: skip
         else:
             read_tile(
-                b_s, scale, ring, slot, number, table, ready, t, c, ends, y, skip, gate, i_b, i_h, i_v, B, H, G, N, V,
-                K, R, P, BP, BT, BV, BK, BJ,
+                codes, blocks, rows, ring, slot, number, table, ready, t, c, ends, y, skip, gate, i_b, i_h, i_v, B, H,
+                G, N, V, K, R, P, BP, BT, BV, BK, BJ, FORMAT,
             )  # fmt: skip
     if PDL:
         if (i_b == B - 1) & (i_h == H - 1) & (i_v == tl.num_programs(0) - 1):
@@ -687,7 +721,7 @@ def decode_kernel(
                         FORMAT, STEP,
                     )  # fmt: skip
                 tl.debug_barrier()  # for other threads of this program
-        b_s, scale = load_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BV, BK, FORMAT)
+        codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
         from_c, count = i_h * V + i_v * BV, tl.minimum(BV, V - i_v * BV)
         if T > 1:
             CARRY(
@@ -702,13 +736,13 @@ def decode_kernel(
         tl.debug_barrier()  # t, c and v are in memory, for other threads of this program
         if T > 1:
             read_tokens(
-                b_s, scale, ring, slot, 0, table, None, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, P,
-                BR, BT, BV, BK, 1, read_parts(FORMAT),
+                codes, blocks, rows, ring, slot, 0, table, None, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V,
+                K, R, P, BR, BT, BV, BK, 1, FORMAT,
             )  # fmt: skip
         else:
             read_tile(
-                b_s, scale, ring, slot, 0, table, None, t, c, ends, y, skip, gate, i_b, i_h, i_v, B, H, G, N, V, K, R,
-                P, BP, BT, BV, BK, 1,
+                codes, blocks, rows, ring, slot, 0, table, None, t, c, ends, y, skip, gate, i_b, i_h, i_v, B, H, G, N,
+                V, K, R, P, BP, BT, BV, BK, 1, FORMAT,
             )  # fmt: skip
 
 
@@ -793,15 +827,18 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
     """
     H, G, V, _ = geometry
     most, scaled, heads = triton.next_power_of_2(V), needs_whole_rows(format), triton.next_power_of_2(H // G)
-    together = in_one_launch(rows, H)
-    if in_bf16(format) and not together:
-        read_v = next(v for v in (64, 32, 16) if V % v == 0 or v == 16)
-        read_warps = max(1, read_v // 32)
-    elif format == "fp32" and not together:
-        read_v, read_warps = 16, 1
-    else:
+    together, bits = in_one_launch(rows, H), formats.get(format).reads.bits
+    # apart, instructions decide: with many rows of V to a warp, addresses and sums are worked out seldom
+    if together or format == "fp16":
         read_v = 16 if not scaled and (format == "fp32" or recurrence.channel_gate) else 32
         read_warps = 4 if scaled else 2
+    elif bits <= 8:
+        read_v, read_warps = 64 if bits == 4 and V % 64 == 0 else 32, 1
+    elif in_bf16(format):
+        read_v = next(v for v in (64, 32, 16) if V % v == 0 or v == 16)
+        read_warps = max(1, read_v // 32)
+    else:
+        read_v, read_warps = 16, 1
     one = Launch(
         together=together,
         fold_v=min(most, 8 if scaled else 16),
