@@ -268,8 +268,8 @@ class ReplayCache:
         self.cursors.put(slots, ring.reset(slots, self.sizes, self.staggered))
 
     def _put(self, into: LayerState, slots: Tensor, state: Tensor, window: Tensor | None) -> None:
-        """A layer's part of fresh slots."""
-        for pool in (*into.ring, into.conv, into.ready):
+        """A layer's part of fresh slots. Kernels on a device never read a place of the ring that holds no record."""
+        for pool in (into.ready,) if self.implementation.on_device else (*into.ring, into.conv):
             pool[slots] = 0
         self.implementation.store(into, slots, state.to(self.format.compute))
         if window is not None:
@@ -292,12 +292,12 @@ class ReplayCache:
         """
         where = f"{self.recurrence.name}.begin_prefill"
         slots = checks.slots(where, slots, self.num_slots, self.device)
-        cursors = self.cursors.at(slots)
+        cursors = Cursors(*self.cursor_tensor[:, slots])
         if accepted is not None:
             accepted = checks.counts(where, "accepted", accepted, len(slots), self.device)
             n = torch.minimum(accepted.clamp(min=0), cursors.num_pending)
             cursors = ring.commit(cursors, n, self.sizes)
-        self.cursors.put(slots, ring.reset(slots, self.sizes, self.staggered))
+        self.cursor_tensor[:, slots] = torch.stack(ring.reset(slots, self.sizes, self.staggered))
         return Prefill(slots, cursors)
 
     def prefill_state(self, layer: int, prefill: Prefill) -> tuple[Tensor, Tensor | None]:
