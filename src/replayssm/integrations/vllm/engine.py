@@ -281,7 +281,7 @@ class _Layer(MambaBase):
         size = page_bytes(recurrence, geometry, settings.window, most, settings.format, dtype, conv, device="cuda")
         self.replay = _Taken(settings, (recurrence, geometry, conv, dtype), most, size, backend)
         _say_page_size(config)
-        own = MambaSpec(tuple(self.get_state_shape()), self.get_state_dtype(), block_size=-1).page_size_bytes
+        own = _spec(tuple(self.get_state_shape()), self.get_state_dtype()).page_size_bytes
         logger.info_once(_memory_sentence(settings, size, most, own))
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
@@ -466,6 +466,10 @@ LAYERS: dict[str, type] = {
 }
 
 
+def _spec(shapes: Any, dtypes: Any) -> MambaSpec:
+    return MambaSpec(block_size=-1, shapes=shapes, dtypes=dtypes)
+
+
 def _memory_sentence(settings: Settings, ours: int, most: int, own: int) -> str:
     stock = f"{most} x {own / 2**20:.2f} MiB, a state per draft" if most > 1 else f"{own / 2**20:.2f} MiB"
     return (
@@ -485,7 +489,7 @@ def _say_page_size(config: VllmConfig) -> None:
         ours = [layer.replay for layer in context if getattr(layer, "replay", None) is not None]
         if not ours:
             shapes = cls.get_mamba_state_shape_from_config(vllm_config)
-            return [MambaSpec(shapes, cls.get_mamba_state_dtype_from_config(vllm_config), block_size=-1)]
-        return [MambaSpec(((taken.page_bytes,),), (torch.int8,), block_size=-1) for taken in ours]
+            return [_spec(shapes, cls.get_mamba_state_dtype_from_config(vllm_config))]
+        return [_spec(((taken.page_bytes,),), (torch.int8,)) for taken in ours]
 
     model_class.get_mamba_specs_from_config = classmethod(get_mamba_specs_from_config)
