@@ -39,7 +39,7 @@ def child(case: dict[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {
         "model": case["model"], "dtype": case.get("dtype", "float32"), "max_model_len": 1024, "max_num_seqs": 24,
         "enable_prefix_caching": False, "gpu_memory_utilization": 0.2, "attention_backend": "TRITON_ATTN", "seed": 0,
-        "gdn_prefill_backend": "triton", "skip_tokenizer_init": True,
+        "gdn_prefill_backend": "triton", "skip_tokenizer_init": True, "disable_log_stats": False,
     }  # fmt: skip
     if case.get("format"):
         options["additional_config"] = {"replayssm": {"format": case["format"], "window": 16}}
@@ -78,7 +78,10 @@ def child(case: dict[str, Any]) -> dict[str, Any]:
         for i, (token, said) in enumerate(zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)):
             differences.append(abs(said[token].logprob - score.prompt_logprobs[n + i][token].logprob))
     config = engine.llm_engine.vllm_config
+    counters = {metric.name: getattr(metric, "value", None) for metric in engine.get_metrics()}
     return {
+        "preemptions": counters.get("vllm:num_preemptions"),
+        "accepted": counters.get("vllm:spec_decode_num_accepted_tokens"),
         "mean": sum(differences) / len(differences), "worst": max(differences), "tokens": len(differences),
         "graphs": str(config.compilation_config.cudagraph_mode), "runner": 2 if config.use_v2_model_runner else 1,
         "blocks": config.cache_config.num_gpu_blocks,
@@ -129,6 +132,8 @@ def test_decoding_says_what_a_prefill_says(model: str, name: str) -> None:
     if case.get("dtype") == "bfloat16":
         mean, worst = 2e-3, 0.1
     assert ours["tokens"] > 1000
+    assert ours["preemptions"] or name != "preempted", ours
+    assert ours["accepted"] or not case.get("drafts"), ours
     assert ours["mean"] < 1.5 * stock["mean"] + mean, (stock, ours)
     assert ours["worst"] < 2 * stock["worst"] + worst, (stock, ours)
 
