@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -321,6 +322,105 @@ def test_the_report_shows_the_rows(engine):
     bench(e2e.decode, "--model-id", NANO, "--dummy-weights", "--batch-size", 1, "--out", engine / "rows" / "e2e.jsonl")
     page = report.page(engine / "rows")
     assert "e2e_decode" in page and "vllm 0.33.0" in page
+
+
+# --- steps of an engine -----------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """As vLLM's with asynchronous scheduling: a call queues a step and tells what came of the one before.
+
+    A request is prefilled in one step, which gives its first token, and gets `per_step` tokens in each after that.
+    """
+
+    def __init__(self, per_step: int = 1, room: int = 99) -> None:
+        self.per_step, self.room = per_step, room
+        self.requests: dict[str, list[int]] = {}  # tokens so far, tokens wanted
+        self.most = self.mixed = 0
+        self.queued: list[list[SimpleNamespace]] | None = None
+
+    def add_request(self, name, prompt, parameters):
+        assert name not in self.requests and prompt["prompt_token_ids"]
+        self.requests[name] = [0, parameters.most, parameters.forced]
+
+    def abort_request(self, names):
+        for name in names:
+            self.requests.pop(name, None)
+
+    def has_unfinished_requests(self):
+        return bool(self.requests or self.queued)
+
+    def step(self):
+        made = []
+        running = list(self.requests)[: self.room]
+        self.most = max(self.most, len(running))
+        self.mixed += len({self.requests[name][0] > 0 for name in running}) == 2
+        for name in running:
+            request = self.requests[name]
+            n = min(self.per_step if request[0] else 1, request[1] - request[0])
+            ids = [request[2][request[0] + i] if request[2] else 7 for i in range(n)]
+            request[0] += n
+            told = [{token: SimpleNamespace(logprob=-1.0 * len(name))} for token in ids]
+            end = request[0] == request[1]
+            output = SimpleNamespace(token_ids=ids, logprobs=told)
+            made.append(SimpleNamespace(request_id=name, outputs=[output], finished=end))
+            if end:
+                del self.requests[name]
+        before, self.queued = self.queued, made
+        return [] if before is None else before
+
+
+@pytest.fixture
+def parameters(monkeypatch):
+    """Sampling parameters without vLLM's class."""
+
+    def greedy(most, **more):
+        return SimpleNamespace(most=most, forced=more.get("trace_decode_token_ids"))
+
+    monkeypatch.setattr(vllm_process, "_greedy", greedy)
+
+
+def model(engine, ends=7):
+    config = SimpleNamespace(
+        get_vocab_size=lambda: 1000, max_model_len=300, hf_text_config=SimpleNamespace(eos_token_id=ends)
+    )
+    return SimpleNamespace(llm_engine=engine, model_config=config)
+
+
+@pytest.mark.parametrize("per_step", [1, 3])
+def test_only_steps_of_whole_batches_are_timed(parameters, per_step):
+    more = {"drafts": 2, "method": "ngram"} if per_step > 1 else {}
+    timed = Job("decode", "", "stock", batches=(40,), steps=20, repeats=3, dummy=True, **more)
+    engine = Engine(per_step)
+    for batch in timed.batches * 2:  # the second batch finds the engine empty
+        row = vllm_process._steady(model(engine), timed, batch, room=99)
+        assert row["steps_with_rows_missing"] == 0 and row["tokens"] == [20 * 40 * per_step] * 3
+        assert row["rows"] == 40 and len(row["seconds"]) == 3 and 24 <= row["prompt_tokens"] <= 48
+        assert not engine.requests
+    assert engine.mixed >= 2 * (timed.window - 3), "requests came all at once"
+
+
+def test_as_many_rows_as_fit_are_timed(parameters):
+    timed = Job("decode", "", "stock", steps=4, window=4)
+    row = vllm_process._steady(model(Engine()), timed, 64, room=10)
+    assert (row["batch"], row["rows"], row["tokens"]) == (64, 10, [40]) and row["rows_past_their_end"] == 1.0
+    assert vllm_process._steady(model(Engine(), ends=[8, 9]), timed, 2, 99)["rows_past_their_end"] == 0.0
+    with pytest.raises(RuntimeError, match="not one request of 300 tokens fits"):
+        vllm_process._steady(model(Engine()), timed, 64, room=0)
+    with pytest.raises(RuntimeError, match="only 3 of 8 requests run"):
+        vllm_process._steady(model(Engine(room=3)), Job("decode", "", "stock", steps=400), 8, room=99)
+
+
+def test_forced_tokens_are_told_for_every_request(parameters):
+    engine = Engine()
+    texts = [[[1, 2], [10 * i + j for j in range(5 + i)]] for i in range(12)]
+    rows = vllm_process._told(model(engine), Job("logprobs", "", "stock", steps=9), texts, seats=4, forced=True)
+    for i, row in enumerate(rows):
+        assert row["tokens"] == texts[i][1]
+        assert row["logprobs"] == [[[token, -1.0 * len(str(i))]] for token in texts[i][1]]
+    assert engine.most == 4 and engine.mixed > 3, "rows were not taken over while others ran"
+    free = vllm_process._told(model(Engine()), Job("logprobs", "", "stock", steps=9), texts[:3], seats=4, forced=False)
+    assert [row["tokens"] for row in free] == [[7] * 9] * 3
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -406,9 +406,10 @@ def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
             how = f"FORCED to accept {forced:g} tokens a step" if forced else "accepting as the model does"
             lines.append(f"Drafts: {row['drafts']} by {row['draft_method']}, {how}.")
             break
+    lengths = " or ".join(f"{n:,}" for n in dict.fromkeys(row["tokens_per_request"] for row in rows))
     lines.append(
-        f"Steps in which all rows decode, flushes counted; state MB: of one request; fit: requests of "
-        f"{first['tokens_per_request']:,} tokens. Graphs {first['graphs']}, torch.compile "
+        f"Steps in which all rows decode, flushes counted; state MB: of one request; fit: requests of {lengths} "
+        f"tokens. Graphs {first['graphs']}, torch.compile "
         f"{'on' if first['compiled'] else 'off'}."
     )
     if any(row["rows"] != row["batch"] for row in rows):

@@ -234,16 +234,16 @@ def start(job: Job) -> tuple[Any, dict[str, Any]]:
         RuntimeError: mode replay, and none of the model's layers is this library's.
     """
     launches = tune(job) if job.kernel is not None and job.mode == "stock" else {}
-    from importlib.metadata import version
-
     import torch
-    from vllm import LLM
+    import transformers
+    import triton
+    import vllm
 
     given = engine_arguments(job)
     if job.task == "logprobs" and not job.drafts and job.runner == "v1":
         given["logits_processors"] = [_forcing()]
     begun = time.perf_counter()
-    llm = LLM(**given)
+    llm = vllm.LLM(**given)
     config = llm.llm_engine.vllm_config
     ours = sum(llm.apply_model(_replayed_layers))
     if job.mode == "replay" and not ours:
@@ -253,7 +253,7 @@ def start(job: Job) -> tuple[Any, dict[str, Any]]:
         )
     return llm, {
         "gpu": torch.cuda.get_device_name(),
-        "versions": {name: version(name) for name in ("vllm", "torch", "triton", "transformers")},
+        "versions": {each.__name__: each.__version__ for each in (vllm, torch, triton, transformers)},
         "runner": "v2" if config.use_v2_model_runner else "v1",
         "async_scheduling": config.scheduler_config.async_scheduling,
         "graphs": config.compilation_config.cudagraph_mode.name,
