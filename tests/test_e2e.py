@@ -347,8 +347,15 @@ class Engine:
         for name in names:
             self.requests.pop(name, None)
 
-    def has_unfinished_requests(self):
-        return bool(self.requests or self.queued)
+    @property
+    def engine_core(self):
+        return self
+
+    def get_output(self):
+        """What the core gives: new tokens by row."""
+        told = self.step()
+        rows = [SimpleNamespace(request_id=row.request_id, new_token_ids=row.outputs[0].token_ids) for row in told]
+        return SimpleNamespace(outputs=rows)
 
     def step(self):
         made = []
@@ -407,6 +414,10 @@ def test_as_many_rows_as_fit_are_timed(parameters):
     assert vllm_process._steady(model(Engine(), ends=[8, 9]), timed, 2, 99)["rows_past_their_end"] == 0.0
     with pytest.raises(RuntimeError, match="not one request of 300 tokens fits"):
         vllm_process._steady(model(Engine()), timed, 64, room=0)
+    engine = Engine()
+    engine.add_request("0", {"prompt_token_ids": [1]}, vllm_process._greedy(5))
+    with pytest.raises(RuntimeError, match="all requests ended while steps were being timed"):
+        vllm_process._run(engine, 10)
     with pytest.raises(RuntimeError, match="only 3 of 8 requests run"):
         vllm_process._steady(model(Engine(room=3)), Job("decode", "", "stock", steps=400), 8, room=99)
 

@@ -379,7 +379,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Group:
     """All rows, by batch, and what a reader must know of them."""
     first = rows[0]
     drafted = any(row["drafts"] for row in rows)
-    columns = ["mode", "batch", "runner", "step ms", *(["tokens per step"] if drafted else []), "tokens/s", "speed-up"]
+    columns = ["case", "batch", "runner", "step ms", *(["tokens per step"] if drafted else []), "tokens/s", "speed-up"]
     view = _table(f"{first['model']} in vLLM, {first['gpu']}", *columns, "state MB", "fit")
     batches = list(dict.fromkeys(row["batch"] for row in rows))
     for batch in batches:

@@ -127,9 +127,9 @@ def check(
     free = reference["ways"]["free"]
     noise = compare(free, reference["ways"]["alone"])
     most = allowed(noise) if tolerance is None else tolerance
-    columns = ("requests that parted", "positions", "largest", "mean", "top-1 agree")
-    view = _table(f"{folder.name} in vLLM: differences of log-probabilities", "name", *columns, "")
-    growth = _table("Mean difference by position", "name", *_spans(tokens))
+    columns = ("parted", "positions", "largest", "mean", "top-1 agree")
+    view = _table(f"{folder.name} in vLLM: differences of log-probabilities", "case", *columns, "")
+    growth = _table("Mean difference by position", "case", *_spans(tokens))
     _add(view, growth, "stock, alone", noise, Text("the noise"))
     wrong = 0
     for name in names:

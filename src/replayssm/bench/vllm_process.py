@@ -340,14 +340,14 @@ def _steady(llm: Any, job: Job, batch: int, room: int) -> dict[str, Any]:
     for _ in range(4):  # what was queued
         engine.step()
     ends = set() if job.dummy else _ends(llm)
-    past = {row.request_id for run in runs for step in run for row in step if ends & set(row.outputs[0].token_ids)}
+    past = {row.request_id for run in runs for step in run for row in step if ends & set(row.new_token_ids)}
     timed = runs[1:]
     return {
         "batch": batch,
         "rows": rows,
         "steps": job.steps,
         "seconds": seconds,
-        "tokens": [sum(len(row.outputs[0].token_ids) for step in run for row in step) for run in timed],
+        "tokens": [sum(len(row.new_token_ids) for step in run for row in step) for run in timed],
         "steps_with_rows_missing": sum(len(step) < rows for run in timed for step in run),
         "rows_past_their_end": None if job.dummy else len(past) / rows,
         "prompt_tokens": mean(map(len, asked)),
@@ -381,21 +381,31 @@ def _admit(engine: Any, asked: list[list[int]], parameters: Any, at_once: int) -
         for i, ids in waiting[:at_once]:
             engine.add_request(str(i), {"prompt_token_ids": ids}, parameters)
         del waiting[:at_once]
-        new = {row.request_id for row in engine.step() if row.outputs[0].token_ids} - started
+        new = {row.request_id for row in _step(engine) if row.new_token_ids} - started
         started |= new
         idle = 0 if new or waiting else idle + 1
         if idle > 200:
             raise RuntimeError(f"only {len(started)} of {len(asked)} requests run: the others get no memory.")
 
 
+def _step(engine: Any) -> list[Any]:
+    """One step of the engine's core and what it gave every row, without the front end.
+
+    In a server the front end, which makes texts of tokens, is another process and runs beside the next step.
+    """
+    return engine.engine_core.get_output().outputs
+
+
 def _run(engine: Any, steps: int) -> list[list[Any]]:
-    """What came of so many steps of the engine; calls that only queue a step (async scheduling) are not counted."""
+    """What came of so many steps; calls that only queue a step (asynchronous scheduling) are not counted."""
     made: list[list[Any]] = []
+    idle = 0
     while len(made) < steps:
-        rows = engine.step()
+        rows = _step(engine)
         if rows:
             made.append(rows)
-        elif not engine.has_unfinished_requests():
+        idle = 0 if rows else idle + 1
+        if idle > 200:
             raise RuntimeError("all requests ended while steps were being timed.")
     return made
 
