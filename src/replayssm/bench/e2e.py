@@ -379,8 +379,8 @@ def table(rows: Sequence[dict[str, Any]]) -> Group:
     """All rows, by batch, and what a reader must know of them."""
     first = rows[0]
     drafted = any(row["drafts"] for row in rows)
-    columns = ["case", "batch", "runner", "step ms", *(["tokens per step"] if drafted else []), "tokens/s", "speed-up"]
-    view = _table(f"{first['model']} in vLLM, {first['gpu']}", *columns, "state MB", "fit")
+    columns = ["case", "batch", "runner", "step: ms", *(["accepted"] if drafted else []), "tokens/s", "gain"]
+    view = _table(f"{first['model']} in vLLM, {first['gpu']}", *columns, "state: MB", "fit")
     batches = list(dict.fromkeys(row["batch"] for row in rows))
     for batch in batches:
         some = [row for row in rows if row["batch"] == batch]
@@ -404,11 +404,13 @@ def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
         if row["drafts"]:
             forced = row["acceptance_forced"]
             how = f"FORCED to accept {forced:g} tokens a step" if forced else "accepting as the model does"
-            lines.append(f"Drafts: {row['drafts']} by {row['draft_method']}, {how}.")
+            lines.append(
+                f"Drafts: {row['drafts']} by {row['draft_method']}, {how}; accepted: tokens of a row and step."
+            )
             break
     lengths = " or ".join(f"{n:,}" for n in dict.fromkeys(row["tokens_per_request"] for row in rows))
     lines.append(
-        f"Steps in which all rows decode, flushes counted; state MB: of one request; fit: requests of {lengths} "
+        f"Steps in which all rows decode, flushes counted; state: of one request; fit: requests of {lengths} "
         f"tokens. Graphs {first['graphs']}, torch.compile "
         f"{'on' if first['compiled'] else 'off'}."
     )
@@ -440,9 +442,8 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         if name_of(row) not in colors:
             known = COLORS.get(row["format"]) if row["mode"] == "replay" else GREY if row["mode"] == "stock" else None
             colors[name_of(row)] = known or next(spare, GREY)
-    figure, axes = plt.subplots(
-        1, len(batches), figsize=(2.2 + 2.4 * len(batches), 4), layout="constrained", squeeze=False
-    )
+    width = max(7.0, 2.2 + 2.4 * len(batches))
+    figure, axes = plt.subplots(1, len(batches), figsize=(width, 4), layout="constrained", squeeze=False)
     for axis, batch in zip(axes[0], batches, strict=True):
         for row in (row for row in rows if row["batch"] == batch):
             place, rate = names.index(name_of(row)), row["tokens_per_second"]
@@ -452,6 +453,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axis.set_title(f"batch {batch}", loc="left", fontsize=11)
         axis.set_xticks([])
         axis.margins(y=0.12)
+        axis.yaxis.set_major_formatter("{x:,.0f}")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("tokens/s")
     first = rows[0]

@@ -32,7 +32,7 @@ err = Console(stderr=True)
 SLACK = 4  # the plugin may differ by so many times what stock differs from itself
 LOGIT = 2.0**-8  # spacing of bf16 numbers relative to their size: no noise is taken to be below it
 SEATS = 8
-PARTS = 8  # of the positions, for the growth of differences
+PARTS = 6  # of the positions, for the growth of differences
 SECONDS = 1800.0
 
 
