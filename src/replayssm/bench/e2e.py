@@ -452,6 +452,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             axis.annotate(gain, (place, rate), ha="center", va="bottom", fontsize=9)
         axis.set_title(f"batch {batch}", loc="left", fontsize=11)
         axis.set_xticks([])
+        axis.set_xlim(-0.6, len(names) - 0.4)
         axis.margins(y=0.12)
         axis.yaxis.set_major_formatter("{x:,.0f}")
         axis.spines[["top", "right"]].set_visible(False)
