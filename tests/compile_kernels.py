@@ -183,6 +183,7 @@ def main(arch: str) -> None:
     target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch), 32)
     cursors = {"cursors": "*i64", "table": "*i32", "S": "i32", "B": "i32", "BLOCK": ring_kernel.BLOCK}
     begin = {"given": "*i64", "lengths": "*i64", "T": 1, "R": WINDOW + 1, "MOST": 1, "WINDOW": WINDOW, "clock": "*i32"}
+    begin |= {"accepted": "*i64", "CONV": WIDTH}
     commit = {"counts": "*i64", "CONV": WIDTH}
     for what, kernel, own in (
         ("begin", ring_kernel.begin_kernel, begin),

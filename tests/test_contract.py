@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import replayssm
-from replayssm import PAD_SLOT, Geometry, ReplayCache, decode_layer, recurrences
+from replayssm import PAD_SLOT, Geometry, ReplayCache, decode_layer, page_bytes, recurrences
 from replayssm.testing import LayerInputs, Twin, cast, checksum, make_cache, make_inputs, make_weights, same_bits
 
 SMALL = Geometry(H=4, G=2, V=6, K=8)
@@ -430,33 +430,6 @@ def test_inputs_of_any_strides(case: Case, generator: torch.Generator) -> None:
     life.twin.check_states()
 
 
-def test_slot_stride_larger_than_the_slot(case: Case, generator: torch.Generator) -> None:
-    """Engines put a slot's fields into pages; what lies between them must not matter, nor change."""
-    cache = case.cache(slots=3)
-    pages = []
-
-    def paged(pool: torch.Tensor) -> torch.Tensor:
-        size = pool[0].numel()
-        page = torch.full((3, size + 5), torch.nan if pool.is_floating_point() else 77).to(pool.dtype)
-        pages.append(page[:, size:])
-        return page[:, :size].unflatten(1, pool.shape[1:]) if size else pool
-
-    cache.layers = [
-        layer._replace(
-            checkpoint=tuple(map(paged, layer.checkpoint)),
-            ring=type(layer.ring)(*map(paged, layer.ring)),
-            conv=paged(layer.conv),
-            ready=paged(layer.ready),
-        )
-        for layer in cache.layers
-    ]
-    gaps = [page.clone() for page in pages]
-    life = Life(cache, generator)
-    life.plain(11)
-    life.twin.check_states()
-    assert same_bits(gaps, pages)
-
-
 def test_layers_share_cursors_and_nothing_else(case: Case, generator: torch.Generator) -> None:
     cache = case.cache(layers=3, slots=2)
     weights = [make_weights(cache, generator) for _ in range(3)]
@@ -623,3 +596,78 @@ def test_a_layer_is_decoded_once_a_step(case: Case, generator: torch.Generator) 
     with pytest.raises(ValueError, match="layer 0 was decoded in this step already; begin another step first"):
         decode_layer(cache, 0, step, *inputs, weights)
     assert same_bits(before, checksum(cache))
+
+
+# ---- an engine's own memory, and what it knows late ----
+
+
+def test_a_cache_in_an_engines_pages(case: Case, generator: torch.Generator) -> None:
+    """Tensors cut from pages hold what tensors of their own hold, bit for bit; the rest of a page is not touched."""
+    own = case.cache(layers=2, window=3, max_tokens=2)
+    least = page_bytes(
+        case.recurrence, SMALL, 3, 2, case.format, own.dtype, own.conv, implementation=case.implementation
+    )
+    memory = torch.full((4, 3 * (least + 128)), 0xA5, dtype=torch.uint8)
+    pages = [memory[:, i * (least + 128) : i * (least + 128) + least] for i in (0, 2)]
+    engine = case.cache(layers=2, window=3, max_tokens=2, pages=pages)
+    weights = cast(make_weights(own, generator), own.format.compute)
+    for cache in (own, engine):
+        cache.reset(cache.allocate(4))
+    for lengths in ([1, 2, 0, 2], [2, 2, 1, 0], [2, 0, 1, 2]):
+        inputs = make_inputs(own, 4, 2, generator)
+        answers = []
+        for cache in (own, engine):
+            step = cache.begin(torch.arange(4), lengths, tokens=2)
+            answers.append([decode_layer(cache, layer, step, *inputs, weights) for layer in range(2)])
+            cache.commit(step)
+        assert same_bits(*answers)
+    for layer in range(2):
+        assert same_bits(*([cache.materialize(layer, torch.arange(4))] for cache in (own, engine)))
+    gaps = torch.cat([memory[:, least : 2 * (least + 128)], memory[:, -128:]], 1)
+    assert bool((gaps == 0xA5).all())
+    with pytest.raises(ValueError, match="pages"):
+        case.cache(layers=2, window=4, max_tokens=2, pages=pages)
+
+
+def test_counts_that_come_with_the_next_step(case: Case, generator: torch.Generator) -> None:
+    """begin(accepted=...) is commit of the last step: rows may have rested between, other rows beside them."""
+    late, prompt = (case.cache(window=3, max_tokens=3) for _ in range(2))
+    weights = cast(make_weights(late, generator), late.format.compute)
+    for cache in (late, prompt):
+        cache.reset(cache.allocate(4))
+    waits: dict[int, int] = {}
+    for rows in ([0, 1, 2, 3], [2, 0], [3, 1], [1, 2, PAD_SLOT, 0], [3], [0, 1, 2, 3]):
+        lengths = torch.randint(0, 4, (len(rows),), generator=generator).tolist()
+        counted = [int(torch.randint(0, n + 1, (), generator=generator)) for n in lengths]
+        inputs = make_inputs(late, len(rows), 3, generator)
+        step = late.begin(torch.tensor(rows), lengths, tokens=3, accepted=[waits.pop(slot, 5) for slot in rows])
+        y = decode_layer(late, 0, step, *inputs, weights)
+        step = prompt.begin(torch.tensor(rows), lengths, tokens=3)
+        assert torch.equal(y, decode_layer(prompt, 0, step, *inputs, weights))
+        prompt.commit(step, counted)
+        waits |= {slot: n for slot, n in zip(rows, counted, strict=True) if slot != PAD_SLOT}
+    step = late.begin(torch.arange(4), 0, accepted=[waits[slot] for slot in range(4)])
+    everything = torch.arange(4)
+    assert torch.equal(late.num_committed, prompt.num_committed)
+    assert torch.equal(late.materialize(0, everything), prompt.materialize(0, everything))
+    assert torch.equal(late.conv_window(0, everything), prompt.conv_window(0, everything))
+
+
+def test_a_prefill_by_other_kernels_in_pieces(case: Case, generator: torch.Generator) -> None:
+    """Records that wait, some of them not committed, are part of the state that the next piece starts from."""
+    cache, other = (case.cache(window=4, max_tokens=2, slots=4) for _ in range(2))
+    life, both = Life(cache, generator), torch.tensor([1, 3])
+    life.plain(6)
+    step = cache.begin(both, tokens=2)
+    decode_layer(cache, 0, step, *make_inputs(cache, 2, 2, generator), life.layer_weights)
+    other.restore(other.allocate(4), cache.export(torch.arange(4)))
+    other.commit(step, [1, 2])
+    prefill = cache.begin_prefill(both, accepted=[1, 2])
+    state, window = cache.prefill_state(0, prefill)
+    assert torch.equal(state, other.materialize(0, both))
+    assert torch.equal(window, other.conv_window(0, both))
+    state, window = torch.randn(state.shape, generator=generator).to(state.dtype), window.flip(2)
+    cache.end_prefill(0, prefill, state, window)
+    life.twin.load([1, 3], state, window)
+    life.plain(9)
+    life.twin.check_states()

@@ -13,13 +13,13 @@ replayssm.generate(model, ids, draft="ngram")            # a Transformers model,
 from typing import Any
 
 from replayssm.api import convolve, decode, decode_layer
-from replayssm.cache import ConvGeometry, ReplayCache
+from replayssm.cache import ConvGeometry, ReplayCache, page_bytes
 from replayssm.recurrences import Geometry
 from replayssm.ring import PAD_SLOT
 
 __version__ = "0.1.0"
 
-__all__ = ["PAD_SLOT", "ConvGeometry", "Geometry", "ReplayCache", "convolve", "decode", "decode_layer"]
+__all__ = ["PAD_SLOT", "ConvGeometry", "Geometry", "ReplayCache", "convolve", "decode", "decode_layer", "page_bytes"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@
 One cache serves all recurrent layers of a model. Tensors are per layer, cursors are shared: they move once per step.
 """
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,9 +16,11 @@ from torch import Tensor
 
 from replayssm import checks, formats, implementations, recurrences, ring
 from replayssm.formats import Format
-from replayssm.implementations import AnyStep
-from replayssm.recurrences import Geometry, batched
+from replayssm.implementations import AnyStep, Implementation
+from replayssm.recurrences import Geometry, Recurrence, batched
 from replayssm.ring import PAD_SLOT, Cursors, DeviceStep, LayerState, Records, Step
+
+ALIGN = 128  # bytes: where every tensor of a page begins
 
 
 class ConvGeometry(NamedTuple):
@@ -39,6 +42,13 @@ class Nbytes(NamedTuple):
     def total(self) -> int:
         """All parts together."""
         return sum(self)
+
+
+class Prefill(NamedTuple):
+    """Slots whose next tokens another kernel computes, and their cursors as they were: where the state before lies."""
+
+    slots: Tensor
+    cursors: Cursors
 
 
 class Traffic(NamedTuple):
@@ -65,9 +75,11 @@ class ReplayCache:
         seed: of formats that round stochastically; the same seed and the same calls give the same bits.
         device: where everything lives.
         implementation: "reference", "torch" or "triton"; None takes the fast one for the device.
+        pages: memory of an engine that keeps its own: per layer a tensor [S, n] of bytes, n >= page_bytes of the same
+            arguments. A slot's tensors lie one after the other in its page; nothing else of a page is touched.
 
     Raises:
-        ValueError: an unknown name, or a size that cannot be.
+        ValueError: an unknown name, a size that cannot be, or pages that are too small.
     """
 
     def __init__(
@@ -85,6 +97,7 @@ class ReplayCache:
         seed: int = 0,
         device: torch.device | str = "cpu",
         implementation: str | None = None,
+        pages: Sequence[Tensor] | None = None,
     ) -> None:
         self.recurrence = recurrences.get(recurrence)
         self.geometry = Geometry(*geometry)
@@ -96,14 +109,14 @@ class ReplayCache:
         for fmt in set(self.formats):
             formats.check_dims("ReplayCache", fmt, self.geometry.K)
             self.implementation = implementations.choose(implementation, self.device, fmt)
-        self.sizes = ring.Sizes(
-            ring=window + max_tokens,
-            conv=conv.width - 1 + max_tokens if conv else 0,
-            window=window,
-            most_reach=max_tokens if conv else window + max_tokens,
-        )
+        self.sizes = _sizes(window, max_tokens, conv)
         self.num_slots = slots
-        self.layers = [self._new_layer(slots, fmt, formats.layer_key(seed, i)) for i, fmt in enumerate(self.formats)]
+        if pages is not None:
+            self._check_pages(pages, layers)
+        self.layers = [
+            self._new_layer(fmt, formats.layer_key(seed, i), None if pages is None else pages[i])
+            for i, fmt in enumerate(self.formats)
+        ]
         self.cursor_tensor = torch.zeros(len(Cursors._fields), slots, dtype=torch.int64, device=self.device)
         self.cursors = Cursors(*self.cursor_tensor)
         self.clock = torch.zeros(1, dtype=torch.int32, device=self.device)  # steps begun on a device
@@ -130,28 +143,40 @@ class ReplayCache:
                 f"{self.recurrence.conv_channels(self.geometry)} channels; got {tuple(self.conv)}."
             )
 
-    def _new_layer(self, slots: int, fmt: Format, key: tuple[int, int]) -> LayerState:
-        (H, G, V, K), R, delta = self.geometry, self.sizes.ring, self.recurrence.delta
-        products = R if delta and self.implementation.needs_back else 0
-        E, wide = self.recurrence.gate_dim(self.geometry), self.format.compute
+    def _check_pages(self, pages: Sequence[Tensor], layers: int) -> None:
+        least = [_page_size(self._tensors(fmt)) for fmt in self.formats]
+        if len(pages) != layers:
+            raise ValueError(f"ReplayCache: pages must be one tensor per layer, {layers}; got {len(pages)}.")
+        for i, (page, n) in enumerate(zip(pages, least, strict=True)):
+            right = page.ndim == 2 and page.shape[0] == self.num_slots and page.shape[1] >= n and page.itemsize == 1
+            if not right or page.stride(1) != 1 or page.stride(0) % 16 or page.data_ptr() % 16:
+                raise ValueError(
+                    f"ReplayCache: pages[{i}] must be [{self.num_slots}, {n} or more] bytes, every row dense and at a "
+                    f"multiple of 16 bytes; got {checks.describe(page.shape, page.dtype)}, strides "
+                    f"{tuple(page.stride())}. See replayssm.page_bytes."
+                )
+            if page.device != self.device:
+                raise ValueError(f"ReplayCache: pages[{i}] must be on {self.device}; got {page.device}.")
 
-        flags = H * (1 + -(-V // 16)) if self.implementation.on_device else 0
+    def _tensors(self, fmt: Format) -> dict[str, "_Tensor"]:
+        return _tensors(self.recurrence, self.geometry, self.sizes, self.conv, fmt, self.dtype, self.implementation)
 
-        def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.empty(slots, *shape, dtype=dtype, device=self.device)
-
+    def _new_layer(self, fmt: Format, key: tuple[int, int], page: Tensor | None) -> LayerState:
+        """A layer's tensors, one allocation each, or cut from a page."""
+        found, offset = {}, 0
+        for name, (shape, dtype) in self._tensors(fmt).items():
+            if page is None:
+                found[name] = torch.empty(self.num_slots, *shape, dtype=dtype, device=self.device)
+            else:
+                size = math.prod(shape) * dtype.itemsize
+                part = page[:, offset : offset + size].view(dtype)
+                found[name] = part.as_strided((self.num_slots, *shape), (part.stride(0), *_dense(shape)))
+                offset += -(-size // ALIGN) * ALIGN
         return LayerState(
-            checkpoint=fmt.empty(slots, H, V, K=K, device=self.device),
-            ring=Records(
-                k=empty(G, R, K, dtype=self.dtype),
-                v=empty(H, R, V, dtype=self.dtype),
-                g=empty(H, R, E, dtype=wide),
-                w=empty(H, R, dtype=wide),
-                norm=empty(G, R if delta else 0, dtype=wide),
-                back=empty(H, products, products, dtype=wide),
-            ),
-            conv=empty(self.sizes.conv, self.conv.channels if self.conv else 0, dtype=self.dtype),
-            ready=torch.zeros(slots, flags, dtype=torch.int32, device=self.device),
+            checkpoint=tuple(found[f"checkpoint.{i}"] for i in range(len(fmt.planes))),
+            ring=Records(*(found[name] for name in Records._fields)),
+            conv=found["conv"],
+            ready=found["ready"],
             key=torch.tensor(key, device=self.device),
             format=fmt,
         )
@@ -201,7 +226,7 @@ class ReplayCache:
         """Zero state, empty ring, zero convolution inputs: every per-slot field, whatever the memory held."""
         slots = checks.slots("ReplayCache.reset", slots, self.num_slots, self.device)
         for layer in self.layers:
-            for pool in (*layer.checkpoint, *layer.ring, layer.conv):
+            for pool in (*layer.checkpoint, *layer.ring, layer.conv, layer.ready):
                 pool[slots] = 0
         self.cursors.put(slots, ring.reset(slots, self.sizes, self.staggered))
 
@@ -239,15 +264,65 @@ class ReplayCache:
                 f"{where}: the state must be finite; that for slots {bad} is not. Look for what made it so (an "
                 "overflow in a 16-bit prefill, a NaN among the inputs); other slots can be loaded."
             )
-        for pool in (*into.ring, into.conv):
+        self._put(into, slots, state, window)
+        self.cursors.put(slots, ring.reset(slots, self.sizes, self.staggered))
+
+    def _put(self, into: LayerState, slots: Tensor, state: Tensor, window: Tensor | None) -> None:
+        """A layer's part of fresh slots. Kernels on a device never read a place of the ring that holds no record."""
+        for pool in (into.ready,) if self.implementation.on_device else (*into.ring, into.conv):
             pool[slots] = 0
-        keys = formats.noise_keys(into.key, slots, torch.zeros_like(slots))
-        for plane, value in zip(into.checkpoint, into.format.encode(state.to(self.format.compute), keys), strict=True):
-            plane[slots] = value
+        self.implementation.store(into, slots, state.to(self.format.compute))
         if window is not None:
             # conv_end is 0: the newest input lies at the ring's last place.
             into.conv[slots, -window.shape[2] :] = window.transpose(1, 2).to(self.dtype)
-        self.cursors.put(slots, ring.reset(slots, self.sizes, self.staggered))
+
+    # ---- a prefill by other kernels ----
+
+    def begin_prefill(self, slots: Tensor, accepted: Tensor | Sequence[int] | int | None = None) -> Prefill:
+        """Start a piece of prefill, whose tokens another kernel takes from state to state: once, for all layers.
+
+            prefill = cache.begin_prefill(slots)
+            state, window = cache.prefill_state(layer, prefill)      # every layer: before, and
+            cache.end_prefill(layer, prefill, state, window)         # after the tokens
+
+        Cursors restart here, so slots may be fresh ones; what they hold then means nothing.
+
+        Args:
+            accepted: as in begin.
+        """
+        where = f"{self.recurrence.name}.begin_prefill"
+        slots = checks.slots(where, slots, self.num_slots, self.device)
+        cursors = Cursors(*self.cursor_tensor[:, slots])
+        if accepted is not None:
+            accepted = checks.counts(where, "accepted", accepted, len(slots), self.device)
+            n = torch.minimum(accepted.clamp(min=0), cursors.num_pending)
+            cursors = ring.commit(cursors, n, self.sizes)
+        self.cursor_tensor[:, slots] = torch.stack(ring.reset(slots, self.sizes, self.staggered))
+        return Prefill(slots, cursors)
+
+    def prefill_state(self, layer: int, prefill: Prefill) -> tuple[Tensor, Tensor | None]:
+        """What the slots held in a layer: state [n, H, V, K] in fp32 and window [n, C, W - 1], before end_prefill."""
+        state = self._layer(f"{self.recurrence.name}.prefill_state", layer)
+        slots, cursors = prefill
+        window = self._window(state, slots, cursors.conv_end) if self.conv else None
+        return self._folded(state, slots, cursors.ring_start, cursors.num_committed), window
+
+    def end_prefill(self, layer: int, prefill: Prefill, state: Tensor, window: Tensor | None) -> None:
+        """The state and convolution window after the piece, as load takes them; without load's checks."""
+        self._put(self._layer(f"{self.recurrence.name}.end_prefill", layer), prefill.slots, state, window)
+
+    def _folded(self, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor) -> Tensor:
+        H, _, V, K = self.geometry
+        out = torch.empty(len(slots), H, V, K, dtype=self.format.compute, device=self.device)
+        for block in self._blocks(len(slots)):
+            out[block] = self.implementation.fold(self.recurrence, layer, slots[block], start[block], counts[block])
+        return out
+
+    def _window(self, layer: LayerState, slots: Tensor, conv_end: Tensor) -> Tensor:
+        assert self.conv is not None
+        back = torch.arange(1 - self.conv.width, 0, device=self.device)
+        place = (conv_end[:, None] + back) % self.sizes.conv
+        return layer.conv[slots[:, None], place].transpose(1, 2)
 
     # ---- a step ----
 
@@ -257,6 +332,7 @@ class ReplayCache:
         lengths: Tensor | Sequence[int] | int | None = None,
         tokens: int = 1,
         parent: Tensor | None = None,
+        accepted: Tensor | Sequence[int] | int | None = None,
     ) -> AnyStep:
         """Start one step of the model for a batch of rows, for all layers. Slots that are due are flushed first.
 
@@ -265,6 +341,9 @@ class ReplayCache:
             lengths: [rows] tokens that every row brings, 0..tokens, the first of its T; None for all of them.
             tokens: T of the tensors that decode will get, at most max_tokens.
             parent: [rows, T] index of every token's parent within the step, -1 for none; None for a chain.
+            accepted: [rows] how many tokens of every slot's last step count, for engines that know it only now: begin
+                then commits them first, and commit is not called. At most so many as are pending; a slot with none
+                pending has nothing to commit. For chains.
 
         Returns:
             The step, to be given to decode, once in every layer, and then to commit. If it is never committed it leaves
@@ -293,8 +372,10 @@ class ReplayCache:
                 raise ValueError(f"{where}: every slot may be given once a step; got {used.tolist()}.")
         if parent is not None:
             parent = self._check_tree(where, parent, len(given), tokens)
+        if accepted is not None:
+            accepted = checks.counts(where, "accepted", accepted, len(given), self.device)
         self._decoded.clear()
-        return self.implementation.begin(self, given, lengths, tokens, parent)
+        return self.implementation.begin(self, given, lengths, tokens, parent, accepted)
 
     def commit(
         self,
@@ -427,13 +508,7 @@ class ReplayCache:
             checks.within(
                 where, "n", n, cursors.num_committed, slots, "So many records are committed since the last flush."
             )
-        state = self._layer(where, layer)
-        H, _, V, K = self.geometry
-        out = torch.empty(len(slots), H, V, K, dtype=self.format.compute, device=self.device)
-        for block in self._blocks(len(slots)):
-            rows = slots[block], cursors.ring_start[block], n[block]
-            out[block] = self.implementation.fold(self.recurrence, state, *rows)
-        return out
+        return self._folded(self._layer(where, layer), slots, cursors.ring_start, n)
 
     def conv_window(self, layer: int, slots: Tensor) -> Tensor:
         """The convolution's newest W - 1 committed inputs, oldest first: [len, C, W - 1]."""
@@ -442,9 +517,7 @@ class ReplayCache:
         self._check_live(where, slots)
         if self.conv is None:
             raise ValueError(f"{where}: this cache was made without conv, so it keeps no convolution inputs.")
-        back = torch.arange(1 - self.conv.width, 0, device=self.device)
-        place = (self.cursors.conv_end[slots][:, None] + back) % self.sizes.conv
-        return self._layer(where, layer).conv[slots[:, None], place].transpose(1, 2)
+        return self._window(self._layer(where, layer), slots, self.cursors.conv_end[slots])
 
     def copy(self, src: Tensor, dst: Tensor) -> None:
         """Make every slot of dst what the slot of src at the same place is: state, ring, cursors, convolution inputs.
@@ -463,6 +536,7 @@ class ReplayCache:
         for layer in self.layers:
             for pool in (*layer.checkpoint, *layer.ring, layer.conv):
                 pool[dst] = pool[src]
+            layer.ready[dst] = 0
         self.cursors.put(dst, self.cursors.at(src))
 
     def export(self, slots: Tensor) -> dict[str, Tensor]:
@@ -495,6 +569,8 @@ class ReplayCache:
                 )
         for name, pool in pools.items():
             pool[slots] = snapshot[name].to(self.device)
+        for layer in self.layers:
+            layer.ready[slots] = 0
 
     # ---- what it costs ----
 
@@ -525,10 +601,12 @@ class ReplayCache:
         """
         H, _, V, K = self.geometry
         elements = H * V * K
-        one = self._new_layer(1, self.formats[0], (0, 0)).ring
-        per_record = sum(pool.numel() * pool.element_size() for pool in one) / self.sizes.ring
+        one = {
+            name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in self._tensors(self.formats[0]).items()
+        }
+        per_record = sum(one[name] for name in Records._fields) / self.sizes.ring
         fill = (self.window - 1) / 2 + tokens  # records that a step sees, its own included, mean over a window
-        back = one.back.numel() * one.back.element_size() / self.sizes.ring * max(0.0, 1 - fill / self.sizes.ring)
+        back = one["back"] / self.sizes.ring * max(0.0, 1 - fill / self.sizes.ring)
         inputs = (self.conv.channels if self.conv else 0) * self.dtype.itemsize
         flushes = accepted / self.window  # per step
         read = fill * (per_record - back) + flushes * self.window * per_record
@@ -618,3 +696,65 @@ class ReplayCache:
             pools |= {f"{i}.ring.{name}": pool for name, pool in layer.ring._asdict().items()}
             pools[f"{i}.conv"] = layer.conv
         return pools
+
+
+_Tensor = tuple[tuple[int, ...], torch.dtype]
+
+
+def page_bytes(
+    recurrence: str,
+    geometry: Geometry,
+    window: int = 16,
+    max_tokens: int = 1,
+    format: str = "fp32",
+    dtype: torch.dtype = torch.float32,
+    conv: ConvGeometry | None = None,
+    device: torch.device | str = "cpu",
+    implementation: str | None = None,
+) -> int:
+    """Bytes of one slot's page in one layer, for ReplayCache(..., pages=): checkpoint, ring, convolution inputs, flags.
+
+    Arguments as ReplayCache takes them.
+    """
+    fmt = formats.get(format)
+    found = implementations.choose(implementation, torch.device(device), fmt)
+    sizes = _sizes(window, max_tokens, conv)
+    return _page_size(_tensors(recurrences.get(recurrence), Geometry(*geometry), sizes, conv, fmt, dtype, found))
+
+
+def _sizes(window: int, max_tokens: int, conv: ConvGeometry | None) -> ring.Sizes:
+    return ring.Sizes(
+        ring=window + max_tokens,
+        conv=conv.width - 1 + max_tokens if conv else 0,
+        window=window,
+        most_reach=max_tokens if conv else window + max_tokens,
+    )
+
+
+def _tensors(
+    recurrence: Recurrence, geometry: Geometry, sizes: ring.Sizes, conv: ConvGeometry | None, fmt: Format,
+    dtype: torch.dtype, implementation: Implementation,
+) -> dict[str, _Tensor]:  # fmt: skip
+    """Shape behind S and dtype of every tensor of a layer; see ring.LayerState and ring.Records."""
+    (H, G, V, K), R, wide = geometry, sizes.ring, fmt.compute
+    products = R if recurrence.delta and implementation.needs_back else 0
+    planes = {f"checkpoint.{i}": ((H, V, plane.columns(K)), plane.dtype) for i, plane in enumerate(fmt.planes)}
+    return planes | {
+        "k": ((G, R, K), dtype),
+        "v": ((H, R, V), dtype),
+        "g": ((H, R, recurrence.gate_dim(geometry)), wide),
+        "w": ((H, R), wide),
+        "norm": ((G, R if recurrence.delta else 0), wide),
+        "back": ((H, products, products), wide),
+        "conv": ((sizes.conv, conv.channels if conv else 0), dtype),
+        "ready": ((H * (1 + -(-V // 16)) if implementation.on_device else 0,), torch.int32),
+    }
+
+
+def _page_size(tensors: dict[str, _Tensor]) -> int:
+    return sum(-(-math.prod(shape) * dtype.itemsize // ALIGN) * ALIGN for shape, dtype in tensors.values())
+
+
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a dense tensor."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

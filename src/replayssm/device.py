@@ -25,10 +25,18 @@ class Device(NamedTuple):
     needs_back: bool = False
 
     def begin(
-        self, cache: Any, given: Tensor, lengths: Tensor | None, tokens: int, parent: Tensor | None
+        self,
+        cache: Any,
+        given: Tensor,
+        lengths: Tensor | None,
+        tokens: int,
+        parent: Tensor | None,
+        accepted: Tensor | None,
     ) -> DeviceStep:
         """One launch. Slots that are due are folded by each layer's decode."""
-        table = torch.ops.replayssm.begin(cache.cursor_tensor, cache.clock, given, lengths, tokens, *cache.sizes)
+        table = torch.ops.replayssm.begin(
+            cache.cursor_tensor, cache.clock, given, lengths, accepted, tokens, *cache.sizes
+        )
         return ring_kernel.step(table, tokens, parent)
 
     def commit(self, cache: Any, step: DeviceStep, n: Tensor | None) -> None:
@@ -63,6 +71,10 @@ class Device(NamedTuple):
         """One launch."""
         kernels.flush(recurrence, layer, slots, start, counts, flushes)
 
+    def store(self, layer: LayerState, slots: Tensor, state: Tensor) -> None:
+        """One launch."""
+        kernels.store_states(layer, slots, state)
+
 
 def _names(cache: Any, layer: LayerState) -> tuple[str, str, list[int], int]:
     return cache.recurrence.name, layer.format.name, list(cache.geometry), cache.window
@@ -78,17 +90,17 @@ def _tensors(layer: LayerState, step: DeviceStep) -> tuple[Any, ...]:
 
 @torch.library.custom_op("replayssm::begin", mutates_args=("cursors", "clock"))
 def begin(
-    cursors: Tensor, clock: Tensor, given: Tensor, lengths: Tensor | None, tokens: int, ring: int, conv: int,
-    window: int, reach: int,
+    cursors: Tensor, clock: Tensor, given: Tensor, lengths: Tensor | None, accepted: Tensor | None, tokens: int,
+    ring: int, conv: int, window: int, reach: int,
 ) -> Tensor:  # fmt: skip
     """DeviceStep.table [9, rows] for slots `given`; see ring_kernel.begin_kernel."""
-    return ring_kernel.begin(cursors, clock, Sizes(ring, conv, window, reach), given, lengths, tokens)
+    return ring_kernel.begin(cursors, clock, Sizes(ring, conv, window, reach), given, lengths, accepted, tokens)
 
 
 @begin.register_fake
 def _(
-    cursors: Tensor, clock: Tensor, given: Tensor, lengths: Tensor | None, tokens: int, ring: int, conv: int,
-    window: int, reach: int,
+    cursors: Tensor, clock: Tensor, given: Tensor, lengths: Tensor | None, accepted: Tensor | None, tokens: int,
+    ring: int, conv: int, window: int, reach: int,
 ) -> Tensor:  # fmt: skip
     return given.new_empty(9, given.shape[0], dtype=torch.int32)
 
@@ -138,7 +150,7 @@ def decode(
         kernels.LayerWeights(),
         None,
         None,
-        v.dtype,
+        v.new_empty(v.shape),
     )
 
 
@@ -161,15 +173,15 @@ def decode_layer(
     dt_bias: Tensor | None, D: Tensor | None, gate: Tensor | None, scale: float, low: float | None, high: float | None,
 ) -> Tensor:  # fmt: skip
     """y [B, T, H, V] from raw projections; see api.decode_layer."""
-    shape, found = Geometry(*geometry), recurrences.get(recurrence)
     step = DeviceStep(x.shape[0], x.shape[1], table, parent, kin)
     layer = LayerState(tuple(planes), Records(*records), conv, ready, key, formats.get(format))
-    q, k, v = (kernels.field(part) for part in found.split_flat(x if x.stride(-1) == 1 else x.contiguous(), shape))
-    inputs = kernels.Inputs(q, k, v, None if raw_g is None else kernels.field(raw_g), kernels.field(raw_w))
     weights = kernels.LayerWeights(
         conv_weight, conv_weight.stride(0), conv_weight.stride(1), conv_bias, A_log, dt_bias, scale, low, high
     )
-    return kernels.decode(found, shape, window, layer, step, inputs, weights, D, gate, x.dtype)
+    y = x.new_empty(x.shape[0], x.shape[1], geometry[0], geometry[2])
+    return kernels.decode_raw(
+        recurrences.get(recurrence), Geometry(*geometry), window, layer, step, x, raw_g, raw_w, weights, D, gate, y
+    )
 
 
 @decode_layer.register_fake

@@ -57,8 +57,19 @@ class Implementation(Protocol):
     def needs_back(self) -> bool:
         """Carries and folds by products, with the ring's `back`."""
 
-    def begin(self, cache: Any, given: Tensor, lengths: Tensor | None, tokens: int, parent: Tensor | None) -> AnyStep:
-        """A step for rows of slots `given`, lengths [rows] or None for `tokens` each; what is due is flushed."""
+    def begin(
+        self,
+        cache: Any,
+        given: Tensor,
+        lengths: Tensor | None,
+        tokens: int,
+        parent: Tensor | None,
+        accepted: Tensor | None,
+    ) -> AnyStep:
+        """A step for rows of slots `given`, lengths [rows] or None for `tokens` each; what is due is flushed.
+
+        accepted: [rows], what counts of every slot's pending tokens is committed first; None where none is pending.
+        """
 
     def commit(self, cache: Any, step: Any, n: Tensor | None) -> None:
         """The first n [rows] tokens of every row count, or (None) all of them."""
@@ -82,6 +93,9 @@ class Implementation(Protocol):
     ) -> None:
         """The folded states replace the checkpoints, as flush number `flushes` [n] of every slot."""
 
+    def store(self, layer: LayerState, slots: Tensor, state: Tensor) -> None:
+        """States [n, H, V, K] in the compute dtype become the checkpoints, as flush number 0."""
+
 
 class Hosted(NamedTuple):
     """Implementations in PyTorch operations.
@@ -99,8 +113,21 @@ class Hosted(NamedTuple):
     on_device: bool = False
     needs_back: bool = True
 
-    def begin(self, cache: Any, given: Tensor, lengths: Tensor | None, tokens: int, parent: Tensor | None) -> Step:
-        """Flush what is due, move the cursors, plan the step."""
+    def begin(
+        self,
+        cache: Any,
+        given: Tensor,
+        lengths: Tensor | None,
+        tokens: int,
+        parent: Tensor | None,
+        accepted: Tensor | None,
+    ) -> Step:
+        """Commit what was pending, flush what is due, move the cursors, plan the step."""
+        if accepted is not None:
+            used = given[given != PAD_SLOT]
+            before = cache.cursors.at(used)
+            n = torch.minimum(accepted[given != PAD_SLOT].clamp(min=0), before.num_pending)
+            cache.cursors.put(used, ring.commit(before, n, cache.sizes))
         lengths = torch.full_like(given, tokens) if lengths is None else lengths
         lives = (given != PAD_SLOT) & (lengths > 0)
         living = None if bool(lives.all()) else lives.nonzero().squeeze(1)
@@ -162,7 +189,13 @@ class Hosted(NamedTuple):
         self, recurrence: Recurrence, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor, flushes: Tensor
     ) -> None:
         """Fold, encode, put."""
-        state = self.fold(recurrence, layer, slots, start, counts)
+        self._encode(layer, slots, self.fold(recurrence, layer, slots, start, counts), flushes)
+
+    def store(self, layer: LayerState, slots: Tensor, state: Tensor) -> None:
+        """Encode, put."""
+        self._encode(layer, slots, state, torch.zeros_like(slots))
+
+    def _encode(self, layer: LayerState, slots: Tensor, state: Tensor, flushes: Tensor) -> None:
         planes = layer.format.encode(state, noise_keys(layer.key, slots, flushes))
         for plane, value in zip(layer.checkpoint, planes, strict=True):
             plane[slots] = value

@@ -493,6 +493,20 @@ def fold_kernel(
 
 
 @triton.jit
+def store_kernel(
+    state, planes, key, slots,
+    H: tl.constexpr, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """States [n, H, V, K] in fp32 into the planes of n slots, as flush number 0; grid (V / BV, H, n)."""
+    i_v, i_h, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    slot = tl.load(slots + i_n).to(tl.int64)
+    o_v, o_k = i_v * BV + tl.arange(0, BV), tl.arange(0, BK)
+    p_s = state + ((i_n * H + i_h) * V + o_v[:, None]) * K + o_k
+    b_s = tl.load(p_s, mask=(o_v < V)[:, None] & (o_k < K), other=0.0)
+    store(planes, slot, i_h, o_v, b_s, key, slot, 0, V, K, BV, BK, FORMAT)
+
+
+@triton.jit
 def convolve_kernel(
     x, conv, weights, table, parent, y,
     T: tl.constexpr, C: tl.constexpr, L: tl.constexpr, W: tl.constexpr, BC: tl.constexpr,
@@ -590,9 +604,9 @@ def field(x: Tensor) -> Field:
 
 def decode(
     recurrence: Any, geometry: Any, window: int, layer: LayerState, step: DeviceStep, inputs: Inputs,
-    weights: LayerWeights, skip: Tensor | None, gate: Tensor | None, dtype: torch.dtype,
+    weights: LayerWeights, skip: Tensor | None, gate: Tensor | None, y: Tensor,
 ) -> Tensor:  # fmt: skip
-    """y [B, T, H, V] of one layer in `dtype`; the step's records are appended, rows that are due are flushed.
+    """y [B, T, H, V] of one layer, dense, is written; the step's records are appended, rows that are due are flushed.
 
     Args:
         window: the most committed records that a step may find.
@@ -601,7 +615,6 @@ def decode(
     """
     (H, G, V, K), B, T = geometry, step.rows, step.tokens
     device = step.table.device
-    y = torch.empty(B, T, H, V, dtype=dtype, device=device)
     if not B:
         return y
     R, module = layer.ring.w.shape[2], recurrence.kernel()
@@ -658,6 +671,16 @@ def decode(
     return y
 
 
+def decode_raw(
+    recurrence: Any, geometry: Any, window: int, layer: LayerState, step: DeviceStep, x: Tensor, raw_g: Tensor | None,
+    raw_w: Tensor, weights: LayerWeights, skip: Tensor | None, gate: Tensor | None, y: Tensor,
+) -> Tensor:  # fmt: skip
+    """As decode, from raw projections: x [B, T, C], raw_g [B, T, H(, K)] or None, raw_w [B, T, H]."""
+    q, k, v = (field(part) for part in recurrence.split_flat(x if x.stride(-1) == 1 else x.contiguous(), geometry))
+    inputs = Inputs(q, k, v, None if raw_g is None else field(raw_g), field(raw_w))
+    return decode(recurrence, geometry, window, layer, step, inputs, weights, skip, gate, y)
+
+
 def convolve(pool: Tensor, step: DeviceStep, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[B, T, C] in the dtype of x: see conv.convolve."""
     (B, T, C), W = x.shape, weight.shape[1]
@@ -682,6 +705,18 @@ def fold(recurrence: Any, layer: LayerState, slots: Tensor, start: Tensor, count
 def flush(recurrence: Any, layer: LayerState, slots: Tensor, start: Tensor, counts: Tensor, flushes: Tensor) -> None:
     """Fold in place: the planes are read, folded and written by one launch; slots below 0 are left alone."""
     _launch_fold(recurrence, layer, slots, start, counts, flushes, layer.checkpoint, layer.format.name)
+
+
+def store_states(layer: LayerState, slots: Tensor, state: Tensor) -> None:
+    """States [n, H, V, K] become the checkpoints of n slots, encoded as flush number 0."""
+    n, H, V, K = state.shape
+    if n:
+        scaled = needs_whole_rows(layer.format.name)
+        BV = min(16, triton.next_power_of_2(V))
+        store_kernel[(triton.cdiv(V, BV), H, n)](
+            state.contiguous(), planes(layer.checkpoint), layer.key, slots,
+            H=H, V=V, K=K, BV=BV, BK=triton.next_power_of_2(K), FORMAT=layer.format.name, num_warps=8 if scaled else 2,
+        )  # fmt: skip
 
 
 def _launch_fold(

@@ -20,18 +20,33 @@ RING_START, COMMITTED, PENDING, FLUSH_AT, CONV_END, REACH, LIVE, CLAMPED, FLUSHE
 
 
 @triton.jit
-def begin_kernel(
-    cursors, clock, given, lengths, table, S, B,
-    T: tl.constexpr, R: tl.constexpr, MOST: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Flush and begin of ring.py for B rows; one program, BLOCK rows at a time.
+def count_up(p, S, m, pending, wanted, CONV: tl.constexpr):
+    """The first `wanted` of each slot's pending records count, all at most: returns how many."""
+    n = tl.minimum(tl.maximum(wanted, 0), pending)
+    committed = tl.load(p + COMMITTED * S, mask=m, other=0) + n
+    reach = tl.load(p + REACH * S, mask=m, other=0)
+    conv_end = tl.load(p + CONV_END * S, mask=m, other=0)
+    tl.store(p + COMMITTED * S, committed, mask=m)
+    tl.store(p + CONV_END * S, (conv_end + n) % CONV, mask=m)
+    tl.store(p + REACH * S, tl.minimum(reach + n, committed), mask=m)
+    return n
 
-    | Name    | Shape  | Dtype | Dir    | Meaning                                |
-    | cursors | [9, S] | int64 | in/out | the pool's cursors, rows as in Cursors |
-    | clock   | [1]    | int32 | in/out | the number of the newest step          |
-    | given   | [B]    | int64 | in     | slots, negative for padding            |
-    | lengths | [B]    | int64 | in     | tokens of every row, or None for T     |
-    | table   | [9, B] | int32 | out    | DeviceStep.table                       |
+
+@triton.jit
+def begin_kernel(
+    cursors, clock, given, lengths, accepted, table, S, B,
+    T: tl.constexpr, R: tl.constexpr, MOST: tl.constexpr, WINDOW: tl.constexpr, CONV: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Commit (where it waited for this), flush and begin of ring.py for B rows; one program, BLOCK rows at a time.
+
+    | Name     | Shape  | Dtype | Dir    | Meaning                                              |
+    | cursors  | [9, S] | int64 | in/out | the pool's cursors, rows as in Cursors               |
+    | clock    | [1]    | int32 | in/out | the number of the newest step                        |
+    | given    | [B]    | int64 | in     | slots, negative for padding                          |
+    | lengths  | [B]    | int64 | in     | tokens of every row, or None for T                   |
+    | accepted | [B]    | int64 | in     | what counts of each slot's pending tokens, or None   |
+    | table    | [9, B] | int32 | out    | DeviceStep.table                                     |
     """
     number = tl.load(clock) + 1
     tl.store(clock, number)
@@ -49,6 +64,9 @@ def begin_kernel(
         length = tl.where(live, tl.minimum(tl.maximum(wanted, 0), T), 0)
         clamped = tl.load(p + CLAMPED * S, mask=inside, other=0)
         tl.store(p + CLAMPED * S, clamped + 1, mask=inside & (length != wanted))
+        if accepted is not None:
+            pending = tl.load(p + PENDING * S, mask=inside, other=0)
+            count_up(p, S, inside, pending, tl.load(accepted + i, mask=inside, other=0), CONV)
         tl.store(p + PENDING * S, length, mask=inside)
         active = inside & (length > 0)
         start = tl.load(p + RING_START * S, mask=active, other=0)
@@ -100,26 +118,26 @@ def commit_kernel(cursors, table, counts, S, B, CONV: tl.constexpr, BLOCK: tl.co
     if counts is not None:
         wanted = tl.load(counts + i, mask=m, other=0)
     pending = tl.load(p + PENDING * S, mask=active, other=0)
-    n = tl.minimum(tl.maximum(wanted, 0), pending)
+    n = count_up(p, S, active, pending, wanted, CONV)
     clamped = tl.load(p + CLAMPED * S, mask=active, other=0)
     tl.store(p + CLAMPED * S, clamped + 1, mask=active & (n != wanted))
-    committed = tl.load(p + COMMITTED * S, mask=active, other=0) + n
-    reach = tl.load(p + REACH * S, mask=active, other=0)
-    conv_end = tl.load(p + CONV_END * S, mask=active, other=0)
-    tl.store(p + COMMITTED * S, committed, mask=active)
     tl.store(p + PENDING * S, 0 * n, mask=active)
-    tl.store(p + CONV_END * S, (conv_end + n) % CONV, mask=active)
-    tl.store(p + REACH * S, tl.minimum(reach + n, committed), mask=active)
 
 
-def begin(cursors: Tensor, clock: Tensor, sizes: Sizes, given: Tensor, lengths: Tensor | None, tokens: int) -> Tensor:
-    """DeviceStep.table for rows of the slots `given`: cursors [9, S] move as ring.flush and ring.begin say."""
+def begin(
+    cursors: Tensor, clock: Tensor, sizes: Sizes, given: Tensor, lengths: Tensor | None, accepted: Tensor | None,
+    tokens: int,
+) -> Tensor:  # fmt: skip
+    """DeviceStep.table for rows of the slots `given`: cursors [9, S] move as ring.flush and ring.begin say.
+
+    Where `accepted` is given, ring.commit comes first.
+    """
     rows = len(given)
     table = torch.empty(9, rows, dtype=torch.int32, device=given.device)
     if rows:
         begin_kernel[(1,)](
-            cursors, clock, given, lengths, table, cursors.shape[1], rows,
-            T=tokens, R=sizes.ring, MOST=sizes.most_reach, WINDOW=sizes.window, BLOCK=BLOCK,
+            cursors, clock, given, lengths, accepted, table, cursors.shape[1], rows,
+            T=tokens, R=sizes.ring, MOST=sizes.most_reach, WINDOW=sizes.window, CONV=max(sizes.conv, 1), BLOCK=BLOCK,
         )  # fmt: skip
     return table
 

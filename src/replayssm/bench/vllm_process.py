@@ -231,7 +231,7 @@ def start(job: Job) -> tuple[Any, dict[str, Any]]:
     """An engine, and what it turned out to be.
 
     Raises:
-        RuntimeError: mode replay, and none of the model's layers is this library's.
+        RuntimeError: mode replay, and none of the model's layers is replayed.
     """
     launches = tune(job) if job.kernel is not None and job.mode == "stock" else {}
     import torch
@@ -248,7 +248,7 @@ def start(job: Job) -> tuple[Any, dict[str, Any]]:
     ours = sum(llm.apply_model(_replayed_layers))
     if job.mode == "replay" and not ours:
         raise RuntimeError(
-            "the plugin did not take hold: no layer of the model is replayssm's. Is replayssm installed where vLLM is "
+            "the plugin did not take hold: no layer of the model is replayed. Is replayssm installed where vLLM is "
             "(its entry point in vllm.general_plugins), and does VLLM_PLUGINS leave it in?"
         )
     return llm, {
@@ -266,7 +266,8 @@ def start(job: Job) -> tuple[Any, dict[str, Any]]:
 
 
 def _replayed_layers(model: Any) -> int:
-    return sum(type(module).__module__.split(".")[0] == "replayssm" for module in model.modules())
+    """How many layers the plugin has taken over. Without its setting its classes are there, and hold nothing."""
+    return sum(getattr(module, "replay", None) is not None for module in model.modules())
 
 
 def _scheduler(llm: Any) -> Any:
