@@ -1,6 +1,7 @@
 """examples/ run, and do what they say."""
 
 import importlib.util
+import sys
 from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
@@ -45,6 +46,12 @@ def test_with_transformers() -> None:
     pytest.importorskip("transformers")
     host, replayed = load("with_transformers").main(new_tokens=24)
     assert host == replayed
+
+
+def test_vllm_offline_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(SystemExit, match=r"needs vllm, on a machine with a GPU: pip install 'replayssm\[vllm\]'"):
+        load("vllm_offline").main()
 
 
 def test_speculative_gives_the_plain_tokens_in_fewer_forwards() -> None:

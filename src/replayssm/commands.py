@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from replayssm import __version__, catalogue, files, implementations, recurrences
+from replayssm import __version__, catalogue, checks, files, implementations, recurrences
 from replayssm import plan as planning
 from replayssm.bench.plot import COLORS, MARKS
 
@@ -378,17 +378,36 @@ def _why(name: str) -> str:
 
 def check(
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: the GPU if there is one).")] = None,
-    format: Annotated[str, typer.Option(help="Storage formats, several with commas.")] = "fp32,split16,bf16",
+    format: Annotated[
+        str | None,
+        typer.Option(help="Storage formats, several with commas (default: fp32,split16,bf16; with --vllm split16)."),
+    ] = None,
     implementation: Annotated[
         str | None, typer.Option(help="reference, torch or triton (default: all that run).")
     ] = None,
     seconds: Annotated[float, typer.Option(help="Start nothing more after so long.", min=1.0)] = 50.0,
     seed: Annotated[int, typer.Option(help="Of inputs and lives.")] = 0,
+    vllm: Annotated[
+        Path | None, typer.Option(help="Instead: this model folder in vLLM, its own states against the plugin's.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="With --vllm: new tokens of every request.", min=2)] = 256,
+    window: Annotated[int, typer.Option(help="With --vllm: tokens that may wait before a flush.", min=1)] = 16,
+    drafts: Annotated[int, typer.Option(help="With --vllm: n-gram drafts per step.", min=0)] = 0,
+    tolerance: Annotated[
+        float | None, typer.Option(help="With --vllm: largest difference of a log-probability (default: derived).")
+    ] = None,
+    runner: Annotated[str | None, typer.Option(help="With --vllm: model runner v1 or v2.")] = None,
+    engine: Annotated[str, typer.Option(help="With --vllm: more for LLM(...), as JSON.")] = "{}",
+    logs: Annotated[Path | None, typer.Option(help="With --vllm: folder for what the engines print.")] = None,
 ) -> None:
     """Does this installation keep its contract on this machine? Random lives against the plain recurrence in fp64."""
+    if vllm is not None:
+        names = (format or "split16").split(",")
+        _check_vllm(vllm, names, tokens, window, drafts, tolerance, runner, engine, logs)
+        return
     from replayssm import check as contract
 
-    cases = contract.cases(device, tuple(format.split(",")), implementation)
+    cases = contract.cases(device, tuple((format or "fp32,split16,bf16").split(",")), implementation)
     table = _table("", "case", "tokens", "output: error", "allowed", "state: error", "allowed", "")
     wrong = done = 0
     started, threads = time.monotonic(), torch.get_num_threads()
@@ -417,6 +436,26 @@ def check(
     out.print(f"{done} of {len(cases)} cases keep the contract on {where}.")
     if done < len(cases):
         out.print(f"The others were not reached in {seconds:g} s: raise --seconds.")
+
+
+def _check_vllm(
+    folder: Path, names: list[str], tokens: int, window: int, drafts: int, tolerance: float | None,
+    runner: str | None, engine: str, logs: Path | None,
+) -> None:  # fmt: skip
+    from replayssm.bench import e2e, vllm_check
+    from replayssm.bench.vllm_process import Failed
+
+    if runner not in (None, "v1", "v2"):
+        raise checks.unknown("--runner", runner, ("v1", "v2"))
+    more = e2e.json_object("--engine", engine)
+    try:
+        right = vllm_check.check(folder, names, tokens, window, drafts, tolerance, runner, more, logs)
+    except Failed as failure:
+        err.print(Text(f"error: {failure}", style="red"), soft_wrap=True)
+        raise typer.Exit(1) from failure
+    if not right:
+        err.print(Text(f"{folder.name}: the plugin's log-probabilities are further off than allowed.", style="red"))
+        raise typer.Exit(1)
 
 
 def _progress() -> Progress:
