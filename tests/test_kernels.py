@@ -45,6 +45,25 @@ def test_kernels_hold_what_torch_holds(name: str, format: str, generator: torch.
     assert float((states[0] - states[1]).abs().mean()) < 1e-4 * float(states[0].abs().max())
 
 
+EVEN = Geometry(H=4, G=1, V=32, K=16)  # tiles need no masks, a key group's heads are done two at a time
+
+
+@pytest.mark.parametrize("geometry", [ODD, EVEN], ids=["odd", "even"])
+@pytest.mark.parametrize("format", ["fp32", "split16", "fp8"])
+@pytest.mark.parametrize("name", recurrences.names())
+def test_flush_carry_and_read_as_launches_of_their_own(
+    name: str, format: str, geometry: Geometry, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    """As many rows are served; a step of one token and steps of several, some rows due, one row padding."""
+    monkeypatch.setattr(kernels, "in_one_launch", lambda rows, heads: False)
+    life = Life(
+        make_cache(name, geometry, format=format, implementation="triton", slots=2, window=3, max_tokens=2), generator
+    )
+    for lengths in ([1, 1], [2, 1], [1, 1], [1, 1], [0, 1], [1, 1], [1, 2]):
+        life.run([1, 0], lengths)
+    life.twin.check_states()
+
+
 @pytest.mark.parametrize("name", recurrences.names())
 def test_16_bit_activations(name: str, generator: torch.Generator) -> None:
     life = Life(make_cache(name, SMALL, dtype=torch.float16, implementation="triton", slots=1, window=2), generator)

@@ -856,7 +856,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
     one = Launch(
         together=together,
         fold_v=min(most, 8 if scaled else 16),
-        carry_heads=1 if recurrence.delta else min(8, heads),
+        carry_heads=min(2 if recurrence.delta else 8, heads),
         carry_warps=1 if recurrence.delta else 2,
         carry_programs=8,
         read_v=min(most, read_v),

@@ -43,40 +43,41 @@ def carry(
 ):  # fmt: skip
     """c_j = w_j (k_j . t), t <- a_j (t - c_j k_j), from the newest record to the oldest; c_0 = 1.
 
-    For one head (BJ is 1), t of N = H heads; arguments as in mamba2. A gate per record, or (CHANNEL, kda) one per key
-    channel. The next record is on its way while the present one is applied.
+    For BJ heads of a key group at once, t of N = H heads; arguments as in mamba2. A gate per record and head, or
+    (CHANNEL, kda) one per key channel. The next record is on its way while the present one is applied.
     """
+    J: tl.constexpr = H // G
     E: tl.constexpr = K if CHANNEL else 1
     C: tl.constexpr = 2 * G * K + H * V
     K_FIRST: tl.constexpr = G * K
     V_FIRST: tl.constexpr = 2 * G * K
     slot, first, before, length, end, row = load_row(table, i_b, B)
-    i_h = i_g * (H // G) + i_j
-    o_k, o_p = tl.arange(0, BK), tl.arange(0, BP)
+    o_j, o_k, o_p = i_j * BJ + tl.arange(0, BJ), tl.arange(0, BK), tl.arange(0, BP)
     o_x, o_c = i_g * K + o_k, from_c + tl.arange(0, BC)
     m_k, m_c = o_k < K, tl.arange(0, BC) < count
-    m_e = m_k if CHANNEL else length > 0
+    m_j = tl.full([BJ, 1], True, tl.int1) if J % BJ == 0 else (o_j < J)[:, None]
+    i_h = (i_g * J + (o_j if J % BJ == 0 else tl.minimum(o_j, J - 1)))[:, None]
+    m_e = m_j & m_k if CHANNEL else m_j
     p_k = ring.k.data + slot * ring.k.slot + i_g * R * K + o_k
     p_norm = ring.norm.data + slot * ring.norm.slot + i_g * R
-    p_g = ring.g.data + slot * ring.g.slot + i_h * R * E + (o_k if CHANNEL else 0)
+    p_g = ring.g.data + slot * ring.g.slot + i_h * (R * E) + (o_k[None, :] if CHANNEL else 0)
     p_w = ring.w.data + slot * ring.w.slot + i_h * R
     m, own = length > 0, (first + before) % R
     place, more = (own + R - 1) % R, before > 0
     b_next = tl.load(p_k + place * K, mask=m_k & more, other=0.0)
-    next_norm, next_w = tl.load(p_norm + place, mask=more, other=0.0), tl.load(p_w + place, mask=more, other=0.0)
+    next_norm, next_w = tl.load(p_norm + place, mask=more, other=0.0), tl.load(p_w + place, mask=m_j & more, other=0.0)
     b_next_g = tl.load(p_g + place * E, mask=m_e & more, other=0.0)
     b_q, b_xq = channels(inputs.q, ring.conv, weights, None, row, 0, slot, end, o_x, m_k & m, 0, C, L, W, 1)
     b_k, b_xk = channels(inputs.k, ring.conv, weights, None, row, 0, slot, end, o_x, m_k, K_FIRST, C, L, W, 1)
     b_v, b_xv = channels(inputs.v, ring.conv, weights, None, row, 0, slot, end, o_c, m_c, V_FIRST, C, L, W, 1)
-    b_g, weight = GATES(inputs, weights, row, 0, i_h, o_k, m_k, K)
-    norm = 1 / tl.sqrt(tl.sum(b_k * b_k, 0) + 1e-6)
-    own_k, own_g, own_w = b_k, b_g, weight
+    own_g, own_w = GATES(inputs, weights, row, 0, i_h, o_k[None, :], m_k[None, :], K)
+    norm, own_k = 1 / tl.sqrt(tl.sum(b_k * b_k, 0) + 1e-6), b_k
     b_q *= 1 / tl.sqrt((tl.sum(b_q * b_q, 0) + 1e-6) * K)
     # (1) the token's own record
     b_k *= norm
-    own_c = weight * tl.sum(b_k * b_q, 0)
-    b_t = tl.exp(b_g) * (b_q - own_c * b_k)
-    b_c = tl.zeros([BP], tl.float32)
+    own_c = own_w * tl.sum(b_k * b_q, 0)
+    b_t = tl.exp(own_g) * (b_q[None, :] - own_c * b_k[None, :])
+    b_c = tl.zeros([BJ, BP], tl.float32)
     # (2) all records before it
     age = before - 1
     while age >= 0:
@@ -85,17 +86,17 @@ def carry(
         more = age > 0
         b_next = tl.load(p_k + place * K, mask=m_k & more, other=0.0)
         next_norm = tl.load(p_norm + place, mask=more, other=0.0)
-        next_w = tl.load(p_w + place, mask=more, other=0.0)
+        next_w = tl.load(p_w + place, mask=m_j & more, other=0.0)
         b_next_g = tl.load(p_g + place * E, mask=m_e & more, other=0.0)
-        c_j = weight * tl.sum(b_k * b_t, 0)
-        b_t = tl.exp(b_g) * (b_t - c_j * b_k)
+        c_j = weight * tl.sum(b_k[None, :] * b_t, 1)[:, None]
+        b_t = tl.exp(b_g) * (b_t - c_j * b_k[None, :])
         b_c = tl.where(o_p == age, c_j, b_c)
         age -= 1
-    store_columns(c + ((row * H + i_h) * BP + o_p) * P, b_c, o_p < BP, P)
+    store_columns(c + ((row * H + i_h) * BP + o_p) * P, b_c, m_j, P)
     p_ends = ends + (row * H + i_h) * 2
-    tl.store(p_ends, 1.0)
-    tl.store(p_ends + 1, own_c)
-    store_query(t, row * H + i_h, o_k, b_t, m_k, K, P)
+    tl.store(p_ends, tl.full([BJ, 1], 1.0, tl.float32), mask=m_j)
+    tl.store(p_ends + 1, own_c, mask=m_j)
+    store_query(t, row * H + i_h, o_k[None, :], b_t, m_j & m_k, K, P)
     keep(ring.conv, weights, slot, end, 0, o_x, b_xq, m_k & m, 0, C, L)
     append(
         ring, weights, slot, end, 0, own, i_g, o_k, o_c, own_k, b_xk, b_v, b_xv, m_k, m_c, K_FIRST, V_FIRST, C, L, V,
@@ -103,7 +104,7 @@ def carry(
     )  # fmt: skip
     tl.store(p_norm + own, norm)
     tl.store(p_g + own * E, own_g, mask=m_e)
-    tl.store(p_w + own, own_w)
+    tl.store(p_w + own, own_w, mask=m_j)
 
 
 @triton.jit
@@ -131,8 +132,9 @@ def carry_tokens(
         inputs, ring, weights, parent, q, row, slot, end, first + before, length, i_g, from_c, count,
         T, H, G, V, K, R, L, W, BK, BC, 0, G * K, 2 * G * K, True,
     )  # fmt: skip
-    for j in range(tl.minimum(BJ, J - i_j * BJ) if BJ > 1 else 1):
-        i_h = i_g * J + i_j * BJ + j
+    i_h = i_g * J + i_j * BJ
+    behind = i_g * J + tl.minimum(i_j * BJ + BJ, J)
+    while i_h < behind:
         p_g = ring.g.data + slot * ring.g.slot + i_h * R * E + (o_k if CHANNEL else 0)
         p_w = ring.w.data + slot * ring.w.slot + i_h * R
         b_g, beta = GATES(inputs, weights, row, i_x, i_h, o_k[None, :], m_w, K)
@@ -170,6 +172,7 @@ def carry_tokens(
         b_t *= tl.exp(b_sum)[:, None]
         p_t = t + (row * H + i_h) * (P * T * K) + o_t[:, None] * K + o_k[None, :]
         store_parts(p_t, b_t, m_x, T * K, P)
+        i_h += 1
 
 
 @triton.jit
