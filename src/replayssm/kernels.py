@@ -798,12 +798,14 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
     if tokens == 1:
         return one
     wide = 64 if V % 64 == 0 else 32
+    at_once = not scaled and not recurrence.delta  # the delta rule's spills
     return one._replace(
         carry_heads=min(2, H // G) if recurrence.delta else one.carry_heads,
+        carry_programs=4 if recurrence.delta else 2,
         read_v=min(most, 16 if one.together else wide),
         read_warps=2 if one.together else wide // 16,
-        flush_programs=8,
-        fold_at_once=not scaled and not recurrence.channel_gate,
+        flush_programs=6 if at_once else 8,
+        fold_at_once=at_once,
     )
 
 
