@@ -86,7 +86,7 @@ def jobs(
     sizes = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K)}
     sizes |= {"CHANNEL": recurrence.channel_gate}
     carrying = sizes | {
-        "T": tokens, "L": WIDTH - 1 + tokens, "W": WIDTH, **kernels.tiles(WINDOW, tokens, torch.bfloat16),
+        "T": tokens, "L": WIDTH - 1 + tokens, "W": WIDTH, **kernels.tiles(recurrence, WINDOW, tokens, torch.bfloat16),
         "CARRY": module.carry if tokens == 1 else module.carry_tokens, "GATES": module.gates,
     }  # fmt: skip
     bound = None if delta else "fp32"
@@ -108,7 +108,8 @@ def jobs(
         for rows in ROWS:
             chosen = kernels.launch(recurrence, Geometry(*size), fmt, rows, tokens)
             reading = carrying | {
-                "N": H if delta else G, "BR": max(16, triton.next_power_of_2(WINDOW + tokens)), "BV": chosen.read_v,
+                "N": H if delta else G, "P": 2, "BV": chosen.read_v,
+                "BR": max(16, triton.next_power_of_2(WINDOW + tokens)),
             }  # fmt: skip
             apart = {"BJ": chosen.carry_heads, "PDL": PDL}
             types = planes | step | outputs

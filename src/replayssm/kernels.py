@@ -335,7 +335,7 @@ def await_number(ready, table, i_b, at, B):
 def carry_kernel(
     inputs, ring, weights, table, ready, parent, kin, q, t, c, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    L: tl.constexpr, W: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BJ: tl.constexpr, BC: tl.constexpr, CHANNEL: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -350,7 +350,7 @@ def carry_kernel(
     | parent     | [B, T]         | int32  | in     | of a tree, else None; kin [B, T, T] likewise             |
     | q          | [B, G, T, K]   |        | out    | scratch where T > 1: queries as the convolution left them|
     | t          | [B, N, K]      | fp32   | out    | carried queries of N = G or H heads, of one token; of    |
-    |            | [B, N, P, T, K]| bf16   | out    | several in P parts that add up to them                   |
+    |            | [B, N,PT, T, K]| bf16   | out    | several in PT parts that add up to them                   |
     | c          | [B, H, T, 1+R] | fp32   | out    | weights of S0 t, then of v by record number              |
     """
     if PDL:
@@ -367,7 +367,7 @@ def carry_kernel(
             if T > 1:
                 CARRY(
                     inputs, ring, weights, table, parent, kin, q, t, c, i_b, i_g, i_j, i_h * V, count, B,
-                    T, H, G, V, K, R, L, W, P, BP, BT, BK, BJ, BC, CHANNEL, GATES,
+                    T, H, G, V, K, R, L, W, PT, BP, BT, BK, BJ, BC, CHANNEL, GATES,
                 )  # fmt: skip
             else:
                 CARRY(
@@ -426,8 +426,8 @@ def read_tile(
 def read_tokens(
     b_s, scale, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, P: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-    BJ: tl.constexpr, PARTS: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr, BJ: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """read_tile of several tokens at once, by products on tensor cores. PARTS: bf16 parts of the checkpoint's elements.
 
@@ -443,9 +443,9 @@ def read_tokens(
     p_c = c + (row * H + i_h) * (T * (1 + R)) + o_t * (1 + R)
     b_c = tl.load(p_c + 1 + o_r[:, None], mask=m_r[:, None] & m_t, other=0.0)
     # (1) y = c_0 S0 t + c . v
-    p_t = t + (row * N + i_h // (H // N)) * (P * T * K) + o_t * K + o_k[:, None]
+    p_t = t + (row * N + i_h // (H // N)) * (PT * T * K) + o_t * K + o_k[:, None]
     b_y = tl.zeros([BV, BT], tl.float32)
-    for i in tl.static_range(P):
+    for i in tl.static_range(PT):
         b_t = tl.load(p_t + i * T * K, mask=m_k & m_t, other=0.0)
         b_y = add_product(b_y, b_s, b_t, min(PARTS, P - i), 1)
     b_y *= (scale * tl.full([BV], 1.0, tl.float32))[:, None] * tl.load(p_c, mask=m_t, other=0.0)
@@ -613,8 +613,8 @@ def flush_kernel(
 def read_kernel(
     planes, ring, table, ready, t, c, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
-    BK: tl.constexpr, BJ: tl.constexpr, BW: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BW: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """read_tile or read_tokens for every tile, head and row: grid (V / BV, H, B).
 
@@ -636,8 +636,8 @@ def read_kernel(
         b_s, scale = load_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BV, BK, FORMAT)
         if T > 1:
             read_tokens(
-                b_s, scale, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, P, BR, BT,
-                BV, BK, BJ, read_parts(FORMAT),
+                b_s, scale, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, P, PT, BR,
+                BT, BV, BK, BJ, read_parts(FORMAT),
             )  # fmt: skip
         else:
             read_tile(
@@ -652,9 +652,10 @@ def read_kernel(
 def decode_kernel(
     planes, key, inputs, ring, weights, table, parent, kin, q, t, c, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr,
-    BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr,
-    FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, STEP: tl.constexpr, AT_ONCE: tl.constexpr,
+    R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr,
+    BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr,
+    DELTA: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, STEP: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Carry, flush and read in one launch, for small batches: grid (V / BV, H, B), arguments as in all three.
 
@@ -681,7 +682,7 @@ def decode_kernel(
         if T > 1:
             CARRY(
                 inputs, ring, weights, table, parent, kin, q, t, c, i_b, i_h // J, i_h % J, from_c, count, B,
-                T, H, G, V, K, R, L, W, P, BP, BT, BK, 1, BV, CHANNEL, GATES,
+                T, H, G, V, K, R, L, W, PT, BP, BT, BK, 1, BV, CHANNEL, GATES,
             )  # fmt: skip
         else:
             CARRY(
@@ -691,8 +692,8 @@ def decode_kernel(
         tl.debug_barrier()  # t, c and v are in memory, for other threads of this program
         if T > 1:
             read_tokens(
-                b_s, scale, ring, table, None, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, P, BR, BT,
-                BV, BK, 1, read_parts(FORMAT),
+                b_s, scale, ring, table, None, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, P, PT, BR,
+                BT, BV, BK, 1, read_parts(FORMAT),
             )  # fmt: skip
         else:
             read_tile(
@@ -838,13 +839,21 @@ def field(x: Tensor) -> Field:
     return Field(x, x.stride(0), x.stride(1))
 
 
-def tiles(window: int, tokens: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tiles of records before a step and of tokens, and how many bf16 parts make outputs exact."""
+def exactness(dtype: torch.dtype) -> int:
+    """How many bf16 parts of a number an output shows: two are 16 bits, three fp32."""
+    return 3 if dtype == torch.float32 else 2
+
+
+def tiles(recurrence: Any, window: int, tokens: int, dtype: torch.dtype) -> dict[str, int]:
+    """Tiles of records before a step and of tokens, and the bf16 parts of a carried query.
+
+    Without the delta rule a carried query is the query, which is an activation.
+    """
     past = triton.next_power_of_2(window)
     if tokens == 1:
-        return {"P": 1, "BP": past, "BT": 1}
-    P = 3 if dtype == torch.float32 else 2
-    return {"P": P, "BP": max(16, past), "BT": max(8, triton.next_power_of_2(tokens))}
+        return {"PT": 1, "BP": past, "BT": 1}
+    PT = 1 if dtype == torch.bfloat16 and not recurrence.delta else exactness(dtype)
+    return {"PT": PT, "BP": max(16, past), "BT": max(8, triton.next_power_of_2(tokens))}
 
 
 def decode(
@@ -865,11 +874,11 @@ def decode(
         return y
     R, module = layer.ring.w.shape[2], recurrence.kernel()
     N = H if recurrence.delta else G
-    tile = tiles(window, T, dtype)
+    tile = tiles(recurrence, window, T, dtype)
     q, t = None, torch.empty(B, N, K, dtype=torch.float32, device=device)
     if T > 1:
         q = torch.empty(B, G, T, K, dtype=dtype, device=device)
-        t = torch.empty(B, N, tile["P"], T, K, dtype=torch.bfloat16, device=device)
+        t = torch.empty(B, N, tile["PT"], T, K, dtype=torch.bfloat16, device=device)
     c = torch.empty(B, H, T, 1 + R, dtype=torch.float32, device=device)
     checkpoint, ring, table, format = planes(layer.checkpoint), pools(layer), step.table, layer.format.name
     chosen = launch(recurrence, geometry, format, B, T)
@@ -884,7 +893,9 @@ def decode(
         "CHANNEL": recurrence.channel_gate, "CARRY": module.carry if T == 1 else module.carry_tokens,
         "GATES": module.gates,
     }  # fmt: skip
-    reading = sizes | tile | {"T": T, "N": N, "BR": max(16, triton.next_power_of_2(window + T))}
+    reading = sizes | tile | {
+        "T": T, "N": N, "P": exactness(dtype), "BR": max(16, triton.next_power_of_2(window + T)),
+    }  # fmt: skip
     flushing = sizes | {
         "CHANNEL": recurrence.channel_gate, "DELTA": recurrence.delta, "FORMAT": format,
         "STEP": module.step if beside else None, "BP": tile["BP"], "AT_ONCE": chosen.fold_at_once,
