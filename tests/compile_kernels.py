@@ -1,5 +1,8 @@
 """Compile every kernel for a GPU that need not be here; report registers and spills: python compile_kernels.py 90.
 
+`python compile_kernels.py 90 5 9` reports what differs where steps bring 5 or 9 tokens: carry, read and the
+one launch of small batches, of the first geometry of every recurrence.
+
 `python compile_kernels.py cost` reports the machine instructions per element (sm_90) of every format's blocks.
 """
 
@@ -105,7 +108,7 @@ def jobs(
     sizes = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K)}
     sizes |= {"CHANNEL": recurrence.channel_gate}
     carrying = sizes | {
-        "T": tokens, "L": WIDTH - 1 + tokens, "W": WIDTH, **kernels.tiles(WINDOW, tokens, torch.bfloat16),
+        "T": tokens, "L": WIDTH - 1 + tokens, "W": WIDTH, **kernels.tiles(recurrence, WINDOW, tokens, torch.bfloat16),
         "CARRY": module.carry if tokens == 1 else module.carry_tokens, "GATES": module.gates,
     }  # fmt: skip
     bound = None if delta else "fp32"
@@ -124,23 +127,24 @@ def jobs(
     for fmt in FORMATS + (SCALED if size == SHAPES[name][0] else ()):
         pools = tuple(Pool(POINTERS[plane.dtype], "i32") for plane in formats.get(fmt).planes)
         planes = {"planes": pools, "key": "*i64"}
-        folding = sizes | {"FORMAT": fmt, "DELTA": delta, "STEP": module.step}
+        folding = sizes | {"FORMAT": fmt, "DELTA": delta, "STEP": module.step, "BP": carrying["BP"]}
         for rows in ROWS:
             chosen = kernels.launch(recurrence, Geometry(*size), fmt, rows, tokens)
             reading = carrying | {
-                "N": H if delta else G, "BR": max(16, triton.next_power_of_2(WINDOW + tokens)), "BV": chosen.read_v,
+                "N": H if delta else G, "P": 2, "BV": chosen.read_v,
+                "BR": max(16, triton.next_power_of_2(WINDOW + tokens)),
             }  # fmt: skip
             apart = {"BJ": chosen.carry_heads, "PDL": PDL}
             types = planes | step | outputs
             if tokens == 1 and not formats_kernel.in_bf16(fmt):
                 types["t"] = "*fp32"
             if chosen.together:
-                constants = carrying | reading | folding | {"BF": chosen.fold_v}
+                constants = carrying | reading | folding | {"BF": chosen.fold_v, "AT_ONCE": chosen.fold_at_once}
                 found.append((f"decode {fmt}", kernels.decode_kernel, types | inputs, constants, chosen.read_warps))
             else:
                 constants = reading | apart | {"BW": chosen.flush_v, "FORMAT": fmt}
                 found.append((f"read {fmt}", kernels.read_kernel, types, constants, chosen.read_warps))
-                constants = apart | folding | {"BV": chosen.flush_v}
+                constants = apart | folding | {"BV": chosen.flush_v, "AT_ONCE": chosen.fold_at_once}
                 found.append(
                     (f"flush {fmt}", kernels.flush_kernel, types | {"B": "i32"}, constants, chosen.flush_warps)
                 )
@@ -221,5 +225,20 @@ def main(arch: str) -> None:
                 print(arch, name, size, what, resources(kernel, types, constants, warps, target), flush=True)
 
 
+def drafts(arch: str, tokens: int) -> None:
+    """One line per kernel of several tokens."""
+    for name, sizes in SHAPES.items():
+        for what, kernel, types, constants, warps in jobs(name, sizes[0], tokens, False):
+            if what in ("carry", "read fp32", "read split16", "decode fp32", "flush split16"):
+                target = GPUTarget("cuda", int(arch), 32)
+                print(arch, name, tokens, what, resources(kernel, types, constants, warps, target), flush=True)
+
+
 if __name__ == "__main__":
-    costs() if sys.argv[1] == "cost" else main(sys.argv[1])
+    if sys.argv[1] == "cost":
+        costs()
+    elif len(sys.argv) > 2:
+        for tokens in sys.argv[2:]:
+            drafts(sys.argv[1], int(tokens))
+    else:
+        main(sys.argv[1])

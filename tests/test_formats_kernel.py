@@ -62,7 +62,7 @@ def test_kernels_and_torch_agree_bit_for_bit(name: str, K: int, generator: torch
 def test_a_speed_row_passes_with_the_same_encoding_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside torch with the same noise errors are rounding; with other noise no row would be written."""
     monkeypatch.setitem(bench.CASES, "tiny", ("gdn", Geometry(2, 1, 16, 32)))
-    errors = bench.check("tiny", 3, name, device=DEVICE, dtype=torch.float16)
+    errors = bench.check("tiny", 3, name, bench.Steps(), DEVICE, torch.float16)
     assert errors["state_torch"] < bench.ROUNDING["state"]
     if name != "fp8":
         return
@@ -72,7 +72,7 @@ def test_a_speed_row_passes_with_the_same_encoding_only(name: str, monkeypatch: 
 
     monkeypatch.setattr(bench, "ReplayCache", other)
     with pytest.raises(RuntimeError, match="no row is written"):
-        bench.check("tiny", 3, name, device=DEVICE, dtype=torch.float16)
+        bench.check("tiny", 3, name, bench.Steps(), DEVICE, torch.float16)
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

@@ -80,8 +80,117 @@ SCALED = {
 @pytest.mark.parametrize("rows", [2, 24], ids=["one launch", "three launches"])
 def test_scaled_formats_equal_torch(case: str, format: str, rows: int) -> None:
     """Real sizes, bf16 activations, two flushes; the same encoding and noise, so only sums differ."""
-    errors = bench.check(case, rows, format, steps=36)
+    errors = bench.check(case, rows, format, bench.Steps(), steps=36)
     assert errors["state_torch"] < max(bench.ROUNDING["state"], bench.SHARE * errors["state"])
+
+
+TREE, DEEPEST = [-1, 0, 0, 1, 1, 3, 3, 5], [0, 1, 3, 5, 7]
+# real sizes, and a ratio of heads, a head dim and a key dim that are no powers of two
+DRAFTED = [
+    ("mamba2", Geometry(64, 8, 64, 128)),
+    ("mamba2", Geometry(96, 8, 80, 128)),
+    ("gdn", Geometry(32, 16, 128, 128)),
+    ("gdn", Geometry(48, 16, 128, 128)),
+    ("gdn", Geometry(6, 6, 192, 96)),
+    ("kda", Geometry(32, 32, 128, 128)),
+]
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain of 5", "tree of 8"])
+@pytest.mark.parametrize("rows", [2, 12], ids=["one launch", "three launches"])
+@pytest.mark.parametrize(
+    "format, dtype", [("fp32", torch.float32), ("fp32", torch.bfloat16), ("split16", torch.bfloat16)]
+)
+@pytest.mark.parametrize("name, geometry", DRAFTED, ids=str)
+def test_drafts_equal_fp64(
+    name: str, geometry: Geometry, format: str, dtype: torch.dtype, rows: int, tree: bool, generator: torch.Generator
+) -> None:
+    """14 steps, more than two windows: random lengths and acceptance, a padding row, a plain step now and then."""
+    T = 8 if tree else 5
+    ours, _ = caches(name, geometry, rows, format=format, dtype=dtype, max_tokens=T)
+    exact = ReplayCache(
+        name, geometry, layers=1, slots=rows, window=16, max_tokens=T, conv=ours.conv, format="fp64", dtype=dtype,
+        device="cuda", implementation="reference",
+    )  # fmt: skip
+    exact.reset(exact.allocate(rows))
+    weights = cast(make_weights(exact, generator), "cuda")
+    output_bound = {torch.float32: 1e-5, torch.bfloat16: 4e-3 if format == "fp32" else 8e-3}[dtype]
+    slots = torch.arange(rows, device="cuda")
+    slots[1] = PAD_SLOT
+    for i in range(14):
+        tokens = 1 if i % 5 == 4 else T
+        drafts = tree and tokens > 1
+        parent = torch.tensor(TREE).expand(rows, -1).cuda() if drafts else None
+        lengths = torch.randint(1, tokens + 1, (rows,), generator=generator)
+        counts = 1 + (torch.rand(rows, generator=generator) * lengths.clamp(max=5)).long().clamp(max=4)
+        path = torch.tensor(DEEPEST).expand(rows, -1)
+        counts = torch.minimum(counts, (path < lengths[:, None]).sum(1) if drafts else lengths)
+        path = torch.where(torch.arange(5) < counts[:, None], path, -1)
+        inputs = make_inputs(ours, rows, tokens, generator)
+        answers = []
+        for cache in (ours, exact):
+            step = cache.begin(slots, lengths.cuda(), tokens=tokens, parent=parent)
+            answers.append(decode_layer(cache, 0, step, *(moved(x, "cuda") for x in inputs), weights))
+            if drafts:
+                cache.commit(step, path=path.cuda())
+            else:
+                cache.commit(step, counts.cuda())
+        y, expected = answers
+        assert torch.isfinite(y).all() and not y[1].any()
+        assert relative(y, expected.cpu()) < output_bound
+    live = slots[slots >= 0]
+    state_bound = 2e-6 if dtype == torch.float32 else 2e-4  # an activation may round to its neighbour
+    assert relative(ours.materialize(0, live), exact.materialize(0, live).cpu()) < state_bound
+
+
+@pytest.mark.parametrize("rows", [3, 24])
+@pytest.mark.parametrize("name", recurrences.names())
+def test_one_captured_step_serves_every_tree(name: str, rows: int, generator: torch.Generator) -> None:
+    """Slots, lengths, parents and paths change between replays, through device tensors only."""
+    geometry, T, P = SIZES[name][0], 8, 5
+    ours, exact = caches(name, geometry, rows, max_tokens=T)
+    weights = make_weights(exact, generator)
+    on_gpu, in_fp64 = cast(weights, "cuda"), cast(weights, torch.float64)
+    slots = torch.full((rows,), PAD_SLOT, device="cuda")
+    lengths = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    parent, path = (torch.full((rows, n), -1, device="cuda") for n in (T, P))
+    inputs = [moved(x, "cuda") for x in make_inputs(ours, rows, T, generator)]
+
+    def run() -> torch.Tensor:
+        step = ours.begin(slots, lengths, tokens=T, parent=parent)
+        y = decode_layer(ours, 0, step, *inputs, on_gpu)
+        ours.commit(step, path=path)
+        return y
+
+    outputs = []
+    graph = captured(lambda: outputs.append(run()))
+    for _ in range(20):
+        new, long = torch.randperm(rows, generator=generator), torch.randint(1, T + 1, (rows,), generator=generator)
+        new[torch.rand(rows, generator=generator) < 0.2] = PAD_SLOT
+        above = torch.stack([torch.randint(-1, max(i, 1), (rows,), generator=generator) for i in range(T)], 1)
+        above[:, 0] = -1
+        taken = torch.full((rows, P), -1)
+        for b in range(rows):  # from a random node up to its root
+            node, nodes = int(torch.randint(0, int(long[b]), (), generator=generator)), []
+            while node >= 0:
+                nodes, node = [node, *nodes], int(above[b, node])
+            taken[b, : len(nodes[:P])] = torch.tensor(nodes[:P])
+        fresh = make_inputs(ours, rows, T, generator)
+        for static, value in zip(
+            (slots, lengths, parent, path, *inputs), (new, long, above, taken, *fresh), strict=True
+        ):
+            if static is not None:
+                static.copy_(value)
+        graph.replay()
+        step = exact.begin(new, long, tokens=T, parent=above)
+        expected = decode_layer(exact, 0, step, *(moved(x, torch.float64) for x in fresh), in_fp64)
+        exact.commit(step, path=torch.where(new[:, None] >= 0, taken, -1))
+        y = outputs[-1]
+        assert torch.isfinite(y).all() and not y[(new == PAD_SLOT).cuda()].any()
+        assert relative(y, expected) < 1e-5 if expected.any() else not y.any()
+    everyone = torch.arange(rows)
+    assert relative(ours.materialize(0, everyone.cuda()), exact.materialize(0, everyone)) < 2e-6
+    assert ours.num_committed.tolist() == exact.num_committed.tolist()
 
 
 @pytest.mark.parametrize("sizes", [(3, 8), (24, 70)], ids=["one launch", "three launches"])

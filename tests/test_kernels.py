@@ -104,6 +104,18 @@ def test_formats_that_need_fp64_are_refused() -> None:
         make_cache("gdn", SMALL, format="fp64", implementation="triton")
 
 
+def test_kernels_of_several_tokens_fit_their_registers() -> None:
+    """Nothing spills but a few registers of a carry, once per head."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, Path(__file__).with_name("compile_kernels.py"), "90", "5", "9"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 * 3 * 5
+    for line in lines:
+        assert int(line.split()[-1]) <= (48 if " carry " in line else 0), done.stdout
+
+
 @pytest.mark.parametrize("arch", ["90", "100", "gfx942"])
 def test_kernels_compile_without_a_gpu(arch: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -280,9 +280,9 @@ def convolved(
     field, conv, weights, parent, row, slot, end, o_c, m_c, length, FIRST: tl.constexpr, C: tl.constexpr,
     L: tl.constexpr, W: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """What `channels` says of each of T tokens, as a tuple: every weight and a chain's inputs are loaded once.
+    """What `channels` says of each of T tokens, as a tuple, both as activations; every weight is loaded once.
 
-    All loads come before any store, so that none waits for one.
+    All loads come before any store, so that none waits for one; those of a chain once.
     """
     p_x = field.data + row * field.row + o_c
     p_pool = conv.data + slot * conv.slot + FIRST + o_c if weights.conv_weight is not None else p_x
@@ -292,7 +292,7 @@ def convolved(
         raw = raw + (b_x,)  # type: ignore[assignment]
     if weights.conv_weight is None:
         for i in tl.static_range(T):
-            found = found + ((raw[i].to(tl.float32), raw[i]),)  # type: ignore[assignment]
+            found = found + ((raw[i], raw[i]),)  # type: ignore[assignment]
         return found
     p_w = weights.conv_weight + (FIRST + o_c) * weights.conv_channel
     for d in tl.static_range(W):
@@ -315,7 +315,7 @@ def convolved(
             b_sum += taps[d] * b_d.to(tl.float32)
         if weights.conv_bias is not None:
             b_sum += tl.load(weights.conv_bias + FIRST + o_c, mask=m_c, other=0.0).to(tl.float32)
-        b_y = (b_sum * sigmoid(b_sum)).to(b_x.dtype).to(tl.float32)
+        b_y = (b_sum * sigmoid(b_sum)).to(b_x.dtype)
         found = found + ((b_y, raw[i]),)
     return found
 
@@ -336,19 +336,21 @@ def append_tokens(
     o_k = tl.arange(0, BK)
     m_k, o_x = o_k < K, i_g * K + o_k
     keys = convolved(inputs.k, ring.conv, weights, parent, row, slot, end, o_x, m_k, length, K_FIRST, C, L, W, T)
-    queries = convolved(inputs.q, ring.conv, weights, parent, row, slot, end, o_x, m_k, length, Q_FIRST, C, L, W, T)
     for i in tl.static_range(T):
         own, m = (place + i) % R, m_k & (i < length)
         b_k, b_x = keys[i]
         p_k = ring.k.data + slot * ring.k.slot + (i_g * R + own) * K + o_k
         tl.store(p_k, b_k.to(ring.k.data.dtype.element_ty), mask=m)
+        keep(ring.conv, weights, slot, end, i, o_x, b_x, m, K_FIRST, C, L)
         if NORM:
+            b_k = b_k.to(tl.float32)
             p_norm = ring.norm.data + slot * ring.norm.slot + i_g * R + own
             tl.store(p_norm, 1 / tl.sqrt(tl.sum(b_k * b_k, 0) + 1e-6), mask=i < length)
-        keep(ring.conv, weights, slot, end, i, o_x, b_x, m, K_FIRST, C, L)
+    queries = convolved(inputs.q, ring.conv, weights, parent, row, slot, end, o_x, m_k, length, Q_FIRST, C, L, W, T)
+    for i in tl.static_range(T):
         b_q, b_x = queries[i]
         tl.store(q + ((row * G + i_g) * T + i) * K + o_k, b_q.to(q.dtype.element_ty), mask=m_k)
-        keep(ring.conv, weights, slot, end, i, o_x, b_x, m, Q_FIRST, C, L)
+        keep(ring.conv, weights, slot, end, i, o_x, b_x, m_k & (i < length), Q_FIRST, C, L)
     for part in tl.static_range(BC // BX):
         o_x = part * BX + tl.arange(0, BX)
         o_c, m_c = from_c + o_x, o_x < count
@@ -382,7 +384,7 @@ def await_number(ready, slot, number, at):
 def carry_kernel(
     inputs, ring, weights, table, ready, parent, kin, q, t, c, ends, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    L: tl.constexpr, W: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BJ: tl.constexpr, BC: tl.constexpr, CHANNEL: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -398,11 +400,11 @@ def carry_kernel(
     | q          | [B, G, T, K]   |        | out    | scratch where T > 1: queries as the convolution left them|
     | Of one token (T = 1):
     | t          | [B, N, K]      | fp32   | out    | carried queries of N = G or H heads,                     |
-    |            | or [B, N, K, P]| bf16   |        | or their parts side by side (store_columns)              |
-    | c          | [B, H, BP, P]  | bf16   | out    | parts of the weights of v by record number, 0 beyond     |
+    |            | or [B, N, K,PT]| bf16   |        | or their parts side by side (store_columns)              |
+    | c          | [B, H, BP, PT] | bf16   | out    | parts of the weights of v by record number, 0 beyond     |
     | ends       | [B, H, 2]      | fp32   | out    | weights of S0 t and of the token's own v                 |
     | Of several:
-    | t          | [B, N, P, T, K]| bf16   | out    | in P parts that add up to them                           |
+    | t          | [B, N,PT, T, K]| bf16   | out    | in PT parts that add up to them                          |
     | c          | [B, H, T, 1+R] | fp32   | out    | weights of S0 t, then of v by record number              |
     """
     if PDL:
@@ -419,12 +421,12 @@ def carry_kernel(
             if T > 1:
                 CARRY(
                     inputs, ring, weights, table, parent, kin, q, t, c, i_b, i_g, i_j, i_h * V, count, B,
-                    T, H, G, V, K, R, L, W, P, BP, BT, BK, BJ, BC, CHANNEL, GATES,
+                    T, H, G, V, K, R, L, W, PT, BP, BT, BK, BJ, BC, CHANNEL, GATES,
                 )  # fmt: skip
             else:
                 CARRY(
                     inputs, ring, weights, table, t, c, ends, i_b, i_g, i_j, i_h * V, count, B,
-                    H, G, V, K, R, L, W, P, BP, BK, BJ, BC, CHANNEL, GATES,
+                    H, G, V, K, R, L, W, PT, BP, BK, BJ, BC, CHANNEL, GATES,
                 )  # fmt: skip
             publish(ready, table, i_b, i_h, B)
         i += tl.num_programs(0)
@@ -510,8 +512,8 @@ def load_part(p, mask):
 def read_tokens(
     codes, blocks, rows, ring, slot, number, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, P: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-    BJ: tl.constexpr, FORMAT: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr, BJ: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """read_tile of several tokens at once, by products on tensor cores.
 
@@ -535,9 +537,9 @@ def read_tokens(
         b_s, scale = decode_read(codes, blocks, rows, BV, BK, FORMAT)
         if KIND == "fp4" or KIND == "mxfp4":
             b_s, scale = scaled(b_s, scale, KIND), 1.0
-    p_t = t + (row * N + i_h // (H // N)) * (P * T * K) + o_t * K + o_k[:, None]
+    p_t = t + (row * N + i_h // (H // N)) * (PT * T * K) + o_t * K + o_k[:, None]
     b_y = tl.zeros([BV, BT], tl.float32)
-    for i in tl.static_range(P):
+    for i in tl.static_range(PT):
         b_t = tl.load(p_t + i * T * K, mask=m_k & m_t, other=0.0)
         b_y = add_product(b_y, b_s, b_t, min(PARTS, P - i), 1)
     b_y *= (scale * tl.full([BV], 1.0, tl.float32))[:, None] * tl.load(p_c, mask=m_t, other=0.0)
@@ -611,16 +613,64 @@ def fold_tile(
 
 
 @triton.jit
+def fold_at_once(
+    b_s, ring, slot, first, count, i_h, o_v,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BP: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr,
+):  # fmt: skip
+    """fold_tile of all records together, on tensor cores, where a head has one gate: S = S0 + expm1(P) S0 + U^T K.
+
+    U [BP, BV]: what each record adds, decayed by those behind it. Sums over S0 itself stay out of tensor cores, which
+    round towards zero. For the delta rule the recurrence runs on the projections X = S k of all keys at once:
+    X <- a_j X, u_j = w_j (v_j - X_j), X <- X + u_j (k_j . k).
+    """
+    o_p, o_k, i_g = tl.arange(0, BP), tl.arange(0, BK), i_h // (H // G)
+    place, m_p, m_k, m_v = (first + o_p) % R, o_p < count, o_k < K, o_v < V
+    p_k = ring.k.data + slot * ring.k.slot + i_g * R * K
+    p_g, p_w = ring.g.data + slot * ring.g.slot + i_h * R, ring.w.data + slot * ring.w.slot + i_h * R
+    b_k = tl.load(p_k + place[:, None] * K + o_k, mask=m_p[:, None] & m_k, other=0.0)
+    p_v = ring.v.data + slot * ring.v.slot + i_h * R * V + o_v[:, None]
+    b_v = tl.load(p_v + place * V, mask=m_v[:, None] & m_p, other=0.0).to(tl.float32)
+    b_g, b_w = tl.load(p_g + place, mask=m_p, other=0.0), tl.load(p_w + place, mask=m_p, other=0.0)
+    b_d = tl.load(p_g + (place + 1) % R, mask=o_p + 1 < count, other=0.0)
+    PARTS: tl.constexpr = parts_of(b_k.dtype)
+    if DELTA:
+        norm = tl.load(ring.norm.data + slot * ring.norm.slot + i_g * R + place, mask=m_p, other=0.0)
+        b_kt = tl.trans(b_k)
+        b_m = add_product(tl.zeros([BP, BP], tl.float32), b_k, b_kt, PARTS, PARTS) * norm[:, None] * norm
+        b_x = add_product(tl.zeros([BV, BP], tl.float32), b_s, b_kt, 3, PARTS) * norm
+        b_u, j = tl.zeros([BV, BP], tl.float32), 0
+        while j < count:
+            at = (first + j) % R
+            b_x += expm1(tl.load(p_g + at)) * b_x
+            u_j = tl.load(p_w + at) * tl.sum(tl.where(o_p == j, b_v - b_x, 0.0), 1)
+            b_x += u_j[:, None] * tl.sum(tl.where((o_p == j)[:, None], b_m, 0.0), 0)
+            b_u = tl.where(o_p == j, u_j[:, None], b_u)
+            j += 1
+        b_u *= norm
+    else:
+        b_u = b_v * b_w
+    b_u *= tl.exp(tl.cumsum(b_d, 0, reverse=True))
+    b_n = add_product(tl.zeros([BV, BK], tl.float32), b_u, b_k, 3, PARTS)
+    return b_s + (expm1(tl.sum(b_g, 0)) * b_s + b_n)
+
+
+@triton.jit
 def flush_tile(
     planes, key, ring, table, folds, i_b, i_h, i_v, B,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, STEP: tl.constexpr,
+    BP: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
+    STEP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Fold the `folds` records in front of row i_b's ring_start into part i_v of head i_h, in place."""
     slot, first, _, _, _, _ = load_row(table, i_b, B)
     o_v = i_v * BV + tl.arange(0, BV)
     b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BK, FORMAT)
-    b_s = fold_tile(b_s, ring, slot, (first + R - folds) % R, folds, i_h, o_v, H, G, V, K, R, CHANNEL, BK, DELTA, STEP)
+    first = (first + R - folds) % R
+    if AT_ONCE:
+        b_s = fold_at_once(b_s, ring, slot, first, folds, i_h, o_v, H, G, V, K, R, BP, BV, BK, DELTA)
+    else:
+        b_s = fold_tile(b_s, ring, slot, first, folds, i_h, o_v, H, G, V, K, R, CHANNEL, BK, DELTA, STEP)
     if needs_whole_rows(FORMAT):
         tl.debug_barrier()  # all threads have loaded what is written over
     store(planes, slot, i_h, o_v, b_s, key, slot, tl.load(table + 8 * B + i_b), V, K, BV, BK, FORMAT)
@@ -630,8 +680,8 @@ def flush_tile(
 def flush_kernel(
     planes, key, ring, table, ready, B,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, STEP: tl.constexpr,
-    PDL: tl.constexpr,
+    BP: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
+    STEP: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """flush_tile for BV rows of V after another: a persistent grid over the list of due rows, empty or not."""
     if PDL:
@@ -644,7 +694,8 @@ def flush_kernel(
         i_h, i_v = i // parts % H, i % parts
         folds = tl.load(table + 4 * B + i_b)
         flush_tile(
-            planes, key, ring, table, folds, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BV, BK, DELTA, FORMAT, STEP
+            planes, key, ring, table, folds, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BP, BV, BK, DELTA, FORMAT,
+            STEP, AT_ONCE,
         )  # fmt: skip
         publish(ready, table, i_b, H + i_h * parts + i_v, B)
         i += tl.num_programs(0)
@@ -656,8 +707,8 @@ def flush_kernel(
 def read_kernel(
     planes, ring, table, ready, t, c, ends, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
-    BK: tl.constexpr, BJ: tl.constexpr, BW: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BW: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """read_tile or read_tokens for every tile, head and row: grid (V / BV, H, B).
 
@@ -681,12 +732,12 @@ def read_kernel(
         if T > 1:
             read_tokens(
                 codes, blocks, rows, ring, slot, number, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G,
-                N, V, K, R, P, BR, BT, BV, BK, BJ, FORMAT,
+                N, V, K, R, P, PT, BR, BT, BV, BK, BJ, FORMAT,
             )  # fmt: skip
         else:
             read_tile(
                 codes, blocks, rows, ring, slot, number, table, ready, t, c, ends, y, skip, gate, i_b, i_h, i_v, B, H,
-                G, N, V, K, R, P, BP, BT, BV, BK, BJ, FORMAT,
+                G, N, V, K, R, PT, BP, BT, BV, BK, BJ, FORMAT,
             )  # fmt: skip
     if PDL:
         if (i_b == B - 1) & (i_h == H - 1) & (i_v == tl.num_programs(0) - 1):
@@ -697,9 +748,10 @@ def read_kernel(
 def decode_kernel(
     planes, key, inputs, ring, weights, table, parent, kin, q, t, c, ends, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr,
-    BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr,
-    FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, STEP: tl.constexpr,
+    R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr,
+    BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr,
+    DELTA: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, STEP: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Carry, flush and read in one launch, for small batches: grid (V / BV, H, B), arguments as in all three.
 
@@ -717,8 +769,8 @@ def decode_kernel(
                 for i_f in range(BV // BF):
                     i_w = i_v * (BV // BF) + i_f
                     flush_tile(
-                        planes, key, ring, table, folds, i_b, i_h, i_w, B, H, G, V, K, R, CHANNEL, BF, BK, DELTA,
-                        FORMAT, STEP,
+                        planes, key, ring, table, folds, i_b, i_h, i_w, B, H, G, V, K, R, CHANNEL, BP, BF, BK, DELTA,
+                        FORMAT, STEP, AT_ONCE,
                     )  # fmt: skip
                 tl.debug_barrier()  # for other threads of this program
         codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
@@ -726,23 +778,23 @@ def decode_kernel(
         if T > 1:
             CARRY(
                 inputs, ring, weights, table, parent, kin, q, t, c, i_b, i_h // J, i_h % J, from_c, count, B,
-                T, H, G, V, K, R, L, W, P, BP, BT, BK, 1, BV, CHANNEL, GATES,
+                T, H, G, V, K, R, L, W, PT, BP, BT, BK, 1, BV, CHANNEL, GATES,
             )  # fmt: skip
         else:
             CARRY(
                 inputs, ring, weights, table, t, c, ends, i_b, i_h // J, i_h % J, from_c, count, B,
-                H, G, V, K, R, L, W, P, BP, BK, 1, BV, CHANNEL, GATES,
+                H, G, V, K, R, L, W, PT, BP, BK, 1, BV, CHANNEL, GATES,
             )  # fmt: skip
         tl.debug_barrier()  # t, c and v are in memory, for other threads of this program
         if T > 1:
             read_tokens(
                 codes, blocks, rows, ring, slot, 0, table, None, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V,
-                K, R, P, BR, BT, BV, BK, 1, FORMAT,
+                K, R, P, PT, BR, BT, BV, BK, 1, FORMAT,
             )  # fmt: skip
         else:
             read_tile(
                 codes, blocks, rows, ring, slot, 0, table, None, t, c, ends, y, skip, gate, i_b, i_h, i_v, B, H, G, N,
-                V, K, R, P, BP, BT, BV, BK, 1, FORMAT,
+                V, K, R, PT, BP, BT, BV, BK, 1, FORMAT,
             )  # fmt: skip
 
 
@@ -817,6 +869,7 @@ class Launch(NamedTuple):
         carry_programs: so many programs go through the rows.
         read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
         flush_v, flush_warps, flush_programs: the same of the flush, whose programs go through the list of due rows.
+        fold_at_once: a flush takes all records together, on tensor cores, instead of one after the other.
     """
 
     together: bool
@@ -829,6 +882,7 @@ class Launch(NamedTuple):
     flush_v: int
     flush_warps: int
     flush_programs: int
+    fold_at_once: bool
 
 
 def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) -> Launch:
@@ -864,15 +918,19 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         flush_v=min(most, 16),
         flush_warps=4 if scaled else 2 if recurrence.channel_gate and format != "fp32" else 1,
         flush_programs=4,
+        fold_at_once=False,
     )
     if tokens == 1:
         return one
     wide = 64 if V % 64 == 0 else 32
+    at_once = not scaled and not recurrence.delta  # the delta rule's spills
     return one._replace(
         carry_heads=min(2, H // G) if recurrence.delta else one.carry_heads,
+        carry_programs=4 if recurrence.delta else 2,
         read_v=min(most, 16 if one.together else wide),
-        read_warps=1 if one.together else wide // 16,
-        flush_programs=8,
+        read_warps=2 if one.together else wide // 16,
+        flush_programs=6 if at_once else 8,
+        fold_at_once=at_once,
     )
 
 
@@ -905,13 +963,21 @@ def field(x: Tensor) -> Field:
     return Field(x, x.stride(0), x.stride(1))
 
 
-def tiles(window: int, tokens: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tiles of records before a step and of tokens (of parts, if there is one), and parts that make outputs exact."""
-    P = 3 if dtype == torch.float32 else 2
+def exactness(dtype: torch.dtype) -> int:
+    """How many bf16 parts of a number an output shows: two are 16 bits, three fp32."""
+    return 3 if dtype == torch.float32 else 2
+
+
+def tiles(recurrence: Any, window: int, tokens: int, dtype: torch.dtype) -> dict[str, int]:
+    """Tiles of records before a step and of tokens (of one token: of parts), and the bf16 parts of a carried query.
+
+    Without the delta rule a carried query is the query, which is an activation.
+    """
     past = max(16, triton.next_power_of_2(window))
     if tokens == 1:
-        return {"P": triton.next_power_of_2(P), "BP": past, "BT": 8}
-    return {"P": P, "BP": past, "BT": max(8, triton.next_power_of_2(tokens))}
+        return {"PT": triton.next_power_of_2(exactness(dtype)), "BP": past, "BT": 8}
+    PT = 1 if dtype == torch.bfloat16 and not recurrence.delta else exactness(dtype)
+    return {"PT": PT, "BP": past, "BT": max(8, triton.next_power_of_2(tokens))}
 
 
 def decode(
@@ -931,18 +997,18 @@ def decode(
         return y
     R, module = layer.ring.w.shape[2], recurrence.kernel()
     N = H if recurrence.delta else G
-    tile = tiles(window, T, y.dtype)
+    tile = tiles(recurrence, window, T, y.dtype)
     q = ends = None
     if T > 1:
         q = torch.empty(B, G, T, K, dtype=y.dtype, device=device)
-        t = torch.empty(B, N, tile["P"], T, K, dtype=torch.bfloat16, device=device)
+        t = torch.empty(B, N, tile["PT"], T, K, dtype=torch.bfloat16, device=device)
         c = torch.empty(B, H, T, 1 + R, dtype=torch.float32, device=device)
     else:
         if in_bf16(layer.format.name):
-            t = torch.empty(B, N, K, tile["P"], dtype=torch.bfloat16, device=device)
+            t = torch.empty(B, N, K, tile["PT"], dtype=torch.bfloat16, device=device)
         else:
             t = torch.empty(B, N, K, dtype=torch.float32, device=device)
-        c = torch.empty(B, H, tile["BP"], tile["P"], dtype=torch.bfloat16, device=device)
+        c = torch.empty(B, H, tile["BP"], tile["PT"], dtype=torch.bfloat16, device=device)
         ends = torch.empty(B, H, 2, dtype=torch.float32, device=device)
     checkpoint, ring, table, format = planes(layer.checkpoint), pools(layer), step.table, layer.format.name
     chosen = launch(recurrence, geometry, format, B, T)
@@ -957,10 +1023,12 @@ def decode(
         "CHANNEL": recurrence.channel_gate, "CARRY": module.carry if T == 1 else module.carry_tokens,
         "GATES": module.gates,
     }  # fmt: skip
-    reading = sizes | tile | {"T": T, "N": N, "BR": max(16, triton.next_power_of_2(window + T))}
+    reading = sizes | tile | {
+        "T": T, "N": N, "P": exactness(y.dtype), "BR": max(16, triton.next_power_of_2(window + T)),
+    }  # fmt: skip
     flushing = sizes | {
         "CHANNEL": recurrence.channel_gate, "DELTA": recurrence.delta, "FORMAT": format,
-        "STEP": module.step if beside else None,
+        "STEP": module.step if beside else None, "BP": tile["BP"], "AT_ONCE": chosen.fold_at_once,
     }  # fmt: skip
     if skip is not None:
         skip = (skip[:, None] if skip.ndim == 1 else skip).expand(H, V)

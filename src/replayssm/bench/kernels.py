@@ -414,9 +414,10 @@ def steps_to_check(of: Steps) -> int:
 
 @torch.inference_mode()
 def check(
-    case: str, rows: int, fmt: str, of: Steps, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
-) -> dict[str, float]:
-    """Largest relative errors of outputs and states, of three rows over more than a window.
+    case: str, rows: int, fmt: str, of: Steps, device: str = "cuda", dtype: torch.dtype = torch.bfloat16,
+    steps: int | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Largest relative errors of outputs and states, of three rows over `steps` steps, or more than a window.
 
     `y`, `state` are against the recurrence in fp64, `y_torch`, `state_torch` against torch with the same format.
 
@@ -426,7 +427,7 @@ def check(
     ours = _Ours(case, rows, fmt, 1, True, of, device, dtype)
     exact, alike = (_Beside(ours, rows, of, *kind) for kind in (("fp64", "reference"), (fmt, "torch")))
     errors = dict.fromkeys(("y", "y_torch"), 0.0)
-    for _ in range(steps_to_check(of)):
+    for _ in range(steps or steps_to_check(of)):
         exact.renew()
         ours.draw()
         y = ours.step()[exact.some]

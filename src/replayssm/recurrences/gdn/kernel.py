@@ -116,14 +116,15 @@ def carry_tokens(
 ):  # fmt: skip
     """carry of several tokens at once, of BJ heads one after the other: all queries [BT, BK] walk together.
 
-    Four records are on their way at a time. A query passes by the records of tokens that it does not see.
+    N records are on their way at a time. A query passes by the records of tokens that it does not see.
     """
     J: tl.constexpr = H // G
+    N: tl.constexpr = 4 if BT <= 8 else 2  # more need more registers than there are
     E: tl.constexpr = K if CHANNEL else 1
     slot, first, before, length, end, row = load_row(table, i_b, B)
     o_k, o_t = tl.arange(0, BK), tl.arange(0, BT)
     i_t, m_k, m_t = tl.minimum(o_t, T - 1), o_k < K, o_t < length
-    own, i_x, m_w, m_x = (first + before + o_t) % R, i_t[:, None], m_k[None, :], m_k[None, :] & (o_t < T)[:, None]
+    own, m_x = (first + before + o_t) % R, m_k[None, :] & (o_t < T)[:, None]
     m_e = m_k if CHANNEL else length > 0
     p_k = ring.k.data + slot * ring.k.slot + i_g * R * K + o_k
     p_norm = ring.norm.data + slot * ring.norm.slot + i_g * R
@@ -137,10 +138,16 @@ def carry_tokens(
     while i_h < behind:
         p_g = ring.g.data + slot * ring.g.slot + i_h * R * E + (o_k if CHANNEL else 0)
         p_w = ring.w.data + slot * ring.w.slot + i_h * R
-        b_g, beta = GATES(inputs, weights, row, i_x, i_h, o_k[None, :], m_w, K)
-        p_own = p_g[None, :] if CHANNEL else p_g
-        tl.store(p_own + own[:, None] * E, b_g, mask=m_t[:, None] & (m_w if CHANNEL else length > 0))
-        tl.store(p_w + own[:, None], beta, mask=m_t[:, None])
+        if CHANNEL:
+            for i in range(T):  # all at once need more registers than there are
+                b_g, beta = GATES(inputs, weights, row, i, i_h, o_k, m_k, K)
+                place = (first + before + i) % R
+                tl.store(p_g + place * E, b_g, mask=m_k & (i < length))
+                tl.store(p_w + place, beta, mask=i < length)
+        else:
+            b_g, beta = GATES(inputs, weights, row, i_t, i_h, o_k, m_k, K)
+            tl.store(p_g + own, b_g, mask=m_t)
+            tl.store(p_w + own, beta, mask=m_t)
         tl.debug_barrier()  # the records are in memory, for other threads of this program
         # (2) all records, the newest first: the tokens' own, then those before them
         p_c = c + (row * H + i_h) * (T * (1 + R)) + o_t * (1 + R)
@@ -150,25 +157,25 @@ def carry_tokens(
         b_sum = tl.zeros([BT], tl.float32)
         age = length - 1
         while age >= 0:
-            four = load_four(p_k, p_norm, p_g, p_w, first + before, age, m_k, m_e, K, R, E)
-            for d in tl.static_range(4):
+            records = load_records(p_k, p_norm, p_g, p_w, first + before, age, m_k, m_e, K, R, E, N)
+            for d in tl.static_range(N):
                 i = tl.maximum(age - d, 0)
                 if kin is not None:
                     seen = tl.load(kin + (row * T + i_t) * T + i) != 0
                 else:
                     seen = o_t >= i
                 seen &= age >= d
-                new_t, new_sum, b_c = pass_by(b_t, b_sum, four[d], CHANNEL)
+                new_t, new_sum, b_c = pass_by(b_t, b_sum, records[d], CHANNEL)
                 b_t, b_sum = tl.where(seen[:, None], new_t, b_t), tl.where(seen, new_sum, b_sum)
                 tl.store(p_c + 1 + before + age - d, tl.where(seen, b_c, 0.0), mask=(o_t < T) & (age >= d))
-            age -= 4
+            age -= N
         age = before - 1
         while age >= 0:
-            four = load_four(p_k, p_norm, p_g, p_w, first, age, m_k, m_e, K, R, E)
-            for d in tl.static_range(4):
-                b_t, b_sum, b_c = pass_by(b_t, b_sum, four[d], CHANNEL)
+            records = load_records(p_k, p_norm, p_g, p_w, first, age, m_k, m_e, K, R, E, N)
+            for d in tl.static_range(N):
+                b_t, b_sum, b_c = pass_by(b_t, b_sum, records[d], CHANNEL)
                 tl.store(p_c + 1 + age - d, b_c, mask=(o_t < T) & (age >= d))
-            age -= 4
+            age -= N
         b_t *= tl.exp(b_sum)[:, None]
         p_t = t + (row * H + i_h) * (P * T * K) + o_t[:, None] * K + o_k[None, :]
         store_parts(p_t, b_t, m_x, T * K, P)
@@ -189,14 +196,15 @@ def pass_by(b_t, b_sum, record, CHANNEL: tl.constexpr):
 
 
 @triton.jit
-def load_four(p_k, p_norm, p_g, p_w, first, age, m_k, m_e, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
-    """Four records from number `age` downwards."""
-    return (
-        load_one(p_k, p_norm, p_g, p_w, first, age, m_k, m_e, K, R, E),
-        load_one(p_k, p_norm, p_g, p_w, first, age - 1, m_k, m_e, K, R, E),
-        load_one(p_k, p_norm, p_g, p_w, first, age - 2, m_k, m_e, K, R, E),
-        load_one(p_k, p_norm, p_g, p_w, first, age - 3, m_k, m_e, K, R, E),
-    )
+def load_records(
+    p_k, p_norm, p_g, p_w, first, age, m_k, m_e, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr, N: tl.constexpr
+):
+    """N records from number `age` downwards."""
+    records = ()
+    for d in tl.static_range(N):
+        record = load_one(p_k, p_norm, p_g, p_w, first, age - d, m_k, m_e, K, R, E)
+        records = records + (record,)  # type: ignore[assignment]
+    return records
 
 
 @triton.jit

@@ -1,0 +1,33 @@
+"""What the GPU benchmark needs no GPU for: accepted counts, and which kernels it compares with."""
+
+import pytest
+import torch
+
+from replayssm.bench import baselines, kernels
+
+
+@pytest.mark.parametrize(
+    ("tokens", "accepted", "tree", "most"), [(5, 3.5, False, 5), (8, 3.5, True, 5), (3, 2.0, True, 2)]
+)
+def test_accepted_counts_have_the_mean_that_was_asked_for(tokens: int, accepted: float, tree: bool, most: int) -> None:
+    steps = kernels.Steps(16, tokens, accepted, tree)
+    counts = steps.counts(64)
+    assert counts.shape == (kernels.DRAWS, 64)
+    assert (int(counts.min()), int(counts.max())) == (1 if accepted < most else most, most)
+    assert float(counts.double().mean()) == pytest.approx(accepted, abs=0.03)
+    assert torch.equal(counts, steps.counts(64))
+
+
+def test_plain_steps_count_their_token() -> None:
+    assert kernels.Steps().counts(3).eq(1).all()
+
+
+def test_trees_are_trees_and_their_path_goes_down() -> None:
+    assert all(above < node for node, above in enumerate(kernels.TREE))
+    assert [kernels.TREE[node] for node in kernels.DEEPEST] == [-1, *kernels.DEEPEST[:-1]]
+
+
+def test_drafts_have_kernels_of_their_own() -> None:
+    plain, drafted = (set(baselines.kinds("gdn", drafts)) for drafts in (False, True))
+    assert drafted == {"vllm_gdn_drafts", "vllm_gdn_drafts_cuda"} and not plain & drafted
+    assert baselines.kinds("mamba2", drafts=True) == ["vllm_mamba2_drafts"] and not baselines.kinds("kda", drafts=True)
