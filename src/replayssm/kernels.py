@@ -539,6 +539,7 @@ class Launch(NamedTuple):
         carry_programs: so many programs go through the rows.
         read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
         flush_v, flush_warps, flush_programs: the same of the flush, whose programs go through the list of due rows.
+        flush_registers: most registers of its threads, where the assembler would take fewer and spill (NVIDIA).
     """
 
     together: bool
@@ -551,23 +552,30 @@ class Launch(NamedTuple):
     flush_v: int
     flush_warps: int
     flush_programs: int
+    flush_registers: int | None
 
 
 def launch(recurrence: Any, geometry: Any, format: str, rows: int) -> Launch:
     """Launch choices for plain decoding, found on an NVIDIA H200 (docs/log.md, 2026-11-30).
 
+    Those of formats with scales come from machine code (registers, instructions), not from a GPU.
     What decides the order of a sum is one choice for every number of rows, so a row's result does not depend on how
     many there are, but for one launch against three.
     """
     H, G, V, _ = geometry
     most, scaled, together = triton.next_power_of_2(V), needs_whole_rows(format), in_one_launch(rows, H)
-    bits = formats.get(format).reads.bits
+    stored = formats.get(format)
+    bits = stored.reads.bits
     if bits <= 8 and not together:
         # instructions decide, not bytes: with many rows of V to a warp, addresses and sums are worked out seldom
         read_v, read_warps = 64 if bits == 4 and V % 64 == 0 else 32, 1
     else:
         read_v = 16 if not scaled and (format == "fp32" or recurrence.channel_gate) else 32
         read_warps = 4 if scaled else 2
+    if scaled:
+        flush_warps = 4 if stored.copy else 2  # more rows to a warp, as far as registers go
+    else:
+        flush_warps = 2 if recurrence.channel_gate and format != "fp32" else 1
     return Launch(
         together=together,
         fold_v=min(most, 8 if scaled else 16),
@@ -577,8 +585,9 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int) -> Launch:
         read_v=min(most, read_v),
         read_warps=read_warps,
         flush_v=min(most, 16),
-        flush_warps=4 if scaled else 2 if recurrence.channel_gate and format != "fp32" else 1,
+        flush_warps=flush_warps,
         flush_programs=4,
+        flush_registers=112 if stored.copy and scaled else None,
     )
 
 
@@ -667,7 +676,7 @@ def decode(
         most = B * H * triton.cdiv(V, chosen.flush_v)
         flush_kernel[(min(most, chosen.flush_programs * processors(device)),)](
             checkpoint, layer.key, ring, table, ready, B, **flushing, PDL=PDL, BV=chosen.flush_v,
-            num_warps=chosen.flush_warps,
+            num_warps=chosen.flush_warps, **({"maxnreg": chosen.flush_registers} if PDL else {}),
         )  # fmt: skip
     carry_kernel[(min(units, chosen.carry_programs * processors(device)) if PDL else units,)](
         inputs, ring, weights, table, ready, step.parent, step.kin, t, c, B,
