@@ -44,8 +44,15 @@ BF16, FP32 = Field("*bf16", "i32", "i32"), Field("*fp32", "i32", "i32")
 RING = Ring(*(Pool(pointer, "i32") for pointer in ("*bf16", "*bf16", *3 * ("*fp32",), "*bf16")))
 
 
-def resources(kernel: Any, types: dict[str, Any], constants: dict[str, Any], warps: int, target: GPUTarget) -> str:
-    """Registers and spilled bytes of one kernel; None where its target has no such report."""
+def resources(
+    kernel: Any,
+    types: dict[str, Any],
+    constants: dict[str, Any],
+    warps: int,
+    target: GPUTarget,
+    most: int | None = None,
+) -> str:
+    """Registers and spilled bytes of one kernel; None where its target has no such report. `most` of registers."""
     types = {name: x for name, x in types.items() if name in kernel.arg_names}
     constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
     known = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -68,7 +75,8 @@ def resources(kernel: Any, types: dict[str, Any], constants: dict[str, Any], war
         for i, name in enumerate(kernel.arg_names)
     }
     source = ASTSource(kernel, signature, known, aligned)
-    made = triton.compile(source, target=target, options={"num_warps": warps, **EXTRA})
+    limit = {} if most is None or target.backend != "cuda" else {"maxnreg": most}
+    made = triton.compile(source, target=target, options={"num_warps": warps, **limit, **EXTRA})
     if target.backend != "cuda":
         return "registers None spills None"
     use = cuobjdump(made, "--dump-resource-usage")
@@ -100,8 +108,8 @@ def cuobjdump(made: Any, option: str) -> str:
 
 def jobs(
     name: str, size: tuple[int, ...], tokens: int, amd: bool
-) -> list[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
-    """What, kernel, argument types, constants and warps of every kernel of one geometry."""
+) -> list[tuple[str, Any, dict[str, Any], dict[str, Any], int, int | None]]:
+    """What, kernel, argument types, constants, warps and most registers of every kernel of one geometry."""
     recurrence, (H, G, V, K) = recurrences.get(name), size
     module, delta, R = recurrence.kernel(), recurrence.delta, WINDOW + tokens
     PDL = not amd
@@ -140,20 +148,21 @@ def jobs(
                 types["t"] = "*fp32"
             if chosen.together:
                 constants = carrying | reading | folding | {"BF": chosen.fold_v, "AT_ONCE": chosen.fold_at_once}
-                found.append((f"decode {fmt}", kernels.decode_kernel, types | inputs, constants, chosen.read_warps))
+                found.append(
+                    (f"decode {fmt}", kernels.decode_kernel, types | inputs, constants, chosen.read_warps, None)
+                )
             else:
                 constants = reading | apart | {"BW": chosen.flush_v, "FORMAT": fmt}
-                found.append((f"read {fmt}", kernels.read_kernel, types, constants, chosen.read_warps))
+                found.append((f"read {fmt}", kernels.read_kernel, types, constants, chosen.read_warps, None))
                 constants = apart | folding | {"BV": chosen.flush_v, "AT_ONCE": chosen.fold_at_once}
-                found.append(
-                    (f"flush {fmt}", kernels.flush_kernel, types | {"B": "i32"}, constants, chosen.flush_warps)
-                )
+                limits = chosen.flush_warps, chosen.flush_registers
+                found.append((f"flush {fmt}", kernels.flush_kernel, types | {"B": "i32"}, constants, *limits))
         into = planes | {"into": pools, "ring": RING}
         into |= dict.fromkeys(("slots", "start", "counts", "flushes"), "*i64")
         folding |= {"BV": 16, "OUT": fmt, "IN_PLACE": True}
-        found.append((f"fold {fmt}", kernels.fold_kernel, into, folding, 8 if fmt in SCALED else 2))
+        found.append((f"fold {fmt}", kernels.fold_kernel, into, folding, 8 if fmt in SCALED else 2, None))
     carrying |= {"PDL": PDL, "BJ": chosen.carry_heads, "BC": triton.next_power_of_2(chosen.carry_heads * V)}
-    found.append(("carry", kernels.carry_kernel, inputs | step | {"B": "i32"}, carrying, chosen.carry_warps))
+    found.append(("carry", kernels.carry_kernel, inputs | step | {"B": "i32"}, carrying, chosen.carry_warps, None))
     return found
 
 
@@ -221,8 +230,8 @@ def main(arch: str) -> None:
         print(arch, "all", what, resources(kernel, types, constants, 4, target), flush=True)
     for name, sizes in SHAPES.items():
         for size in sizes:
-            for what, kernel, types, constants, warps in jobs(name, size, 1, amd):
-                print(arch, name, size, what, resources(kernel, types, constants, warps, target), flush=True)
+            for what, kernel, types, constants, warps, most in jobs(name, size, 1, amd):
+                print(arch, name, size, what, resources(kernel, types, constants, warps, target, most), flush=True)
 
 
 def drafts(arch: str, tokens: int) -> None:

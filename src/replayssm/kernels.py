@@ -869,6 +869,7 @@ class Launch(NamedTuple):
         carry_programs: so many programs go through the rows.
         read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
         flush_v, flush_warps, flush_programs: the same of the flush, whose programs go through the list of due rows.
+        flush_registers: most registers of its threads, where the assembler would take fewer and spill (NVIDIA).
         fold_at_once: a flush takes all records together, on tensor cores, instead of one after the other.
     """
 
@@ -882,6 +883,7 @@ class Launch(NamedTuple):
     flush_v: int
     flush_warps: int
     flush_programs: int
+    flush_registers: int | None
     fold_at_once: bool
 
 
@@ -895,7 +897,8 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
     """
     H, G, V, _ = geometry
     most, scaled, heads = triton.next_power_of_2(V), needs_whole_rows(format), triton.next_power_of_2(H // G)
-    together, bits = in_one_launch(rows, H), formats.get(format).reads.bits
+    together, stored = in_one_launch(rows, H), formats.get(format)
+    bits = stored.reads.bits
     # apart, instructions decide: with many rows of V to a warp, addresses and sums are worked out seldom
     if together or format == "fp16":
         read_v = 16 if not scaled and (format == "fp32" or recurrence.channel_gate) else 32
@@ -907,6 +910,10 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         read_warps = max(1, read_v // 32)
     else:
         read_v, read_warps = 16, 1
+    if scaled:
+        flush_warps = 4 if stored.copy else 2  # more rows to a warp, as far as registers go
+    else:
+        flush_warps = 2 if recurrence.channel_gate and format != "fp32" else 1
     one = Launch(
         together=together,
         fold_v=min(most, 8 if scaled else 16),
@@ -916,8 +923,9 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         read_v=min(most, read_v),
         read_warps=read_warps,
         flush_v=min(most, 16),
-        flush_warps=4 if scaled else 2 if recurrence.channel_gate and format != "fp32" else 1,
+        flush_warps=flush_warps,
         flush_programs=4,
+        flush_registers=112 if stored.copy and scaled else None,
         fold_at_once=False,
     )
     if tokens == 1:
@@ -1048,7 +1056,7 @@ def decode(
         most = B * H * triton.cdiv(V, chosen.flush_v)
         flush_kernel[(min(most, chosen.flush_programs * processors(device)),)](
             checkpoint, layer.key, ring, table, ready, B, **flushing, PDL=PDL, BV=chosen.flush_v,
-            num_warps=chosen.flush_warps,
+            num_warps=chosen.flush_warps, **({"maxnreg": chosen.flush_registers} if PDL else {}),
         )  # fmt: skip
     carry_kernel[(min(units, chosen.carry_programs * processors(device)) if PDL else units,)](
         inputs, ring, weights, table, ready, step.parent, step.kin, q, t, c, ends, B,
