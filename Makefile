@@ -44,7 +44,7 @@ demo: $(STAMP)
 	  --format fp32 --format split16 --threads 1 --show-example
 
 test: lint typecheck docs
-	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n 2
+	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 lint: $(STAMP)
 	@$(PY) -m ruff check .

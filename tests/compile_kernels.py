@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from replayssm import Geometry, formats, formats_kernel, kernels, recurrences, ring_kernel
-from replayssm.formats_kernel import load_read, load_update, store
+from replayssm.formats_kernel import decode_read, fetch_read, load_update, read_kind, store, summed
 from replayssm.kernels import Field, Inputs, LayerWeights, Pool, Ring
 
 FORMATS = ("fp32", "split16", "bf16", "fp16")
@@ -42,35 +42,57 @@ RING = Ring(*(Pool(pointer, "i32") for pointer in ("*bf16", "*bf16", *3 * ("*fp3
 
 
 def resources(kernel: Any, types: dict[str, Any], constants: dict[str, Any], warps: int, target: GPUTarget) -> str:
-    """Registers and spilled bytes of one kernel, from the assembler; None where its target has no such report."""
+    """Registers and spilled bytes of one kernel; None where its target has no such report."""
     types = {name: x for name, x in types.items() if name in kernel.arg_names}
     constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
-    signature = types | dict.fromkeys(constants, "constexpr")
-    nones = [(i,) for i, name in enumerate(kernel.arg_names) if signature[name] is None]
-    for name, value in signature.items():
-        if isinstance(value, tuple):
-            at = kernel.arg_names.index(name)
-            nones += [(at, i) for i, part in enumerate(value) if part is None]
-            given = ["constexpr" if part is None else part for part in value]
-            signature[name] = type(value)(*given) if hasattr(value, "_fields") else tuple(given)
-        elif value is None:
-            signature[name] = "constexpr"
-    signature = {name: signature[name] for name in kernel.arg_names}
-    known = {(kernel.arg_names.index(name),): value for name, value in constants.items()} | dict.fromkeys(nones)
-    made = triton.compile(ASTSource(kernel, signature, known, {}), target=target, options={"num_warps": warps, **EXTRA})
+    known = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    aligned = {}
+
+    def described(x: Any, at: tuple[int, ...]) -> Any:
+        """The type as a signature has it; pointers and strides beside them are multiples of 16, as in real launches."""
+        if isinstance(x, tuple):
+            parts = [described(part, (*at, i)) for i, part in enumerate(x)]
+            return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+        if x is None:
+            known[at] = None
+            return "constexpr"
+        if x.startswith("*") or len(at) > 1:
+            aligned[at] = [["tt.divisibility", 16]]
+        return x
+
+    signature = {
+        name: "constexpr" if name in constants else described(types[name], (i,))
+        for i, name in enumerate(kernel.arg_names)
+    }
+    source = ASTSource(kernel, signature, known, aligned)
+    made = triton.compile(source, target=target, options={"num_warps": warps, **EXTRA})
     if target.backend != "cuda":
         return "registers None spills None"
+    use = cuobjdump(made, "--dump-resource-usage")
+    registers, stack = (int(re.search(rf"{name}:(\d+)", use)[1]) for name in ("REG", "STACK"))
+    return f"registers {registers} shared {made.metadata.shared} spills {spilled(made, target) if stack else 0}"
+
+
+def spilled(made: Any, target: GPUTarget) -> int:
+    """Bytes that the assembler spilled: a stack may serve divisions as well, so it is asked once more."""
+    nvidia = triton.knobs.nvidia
+    ptxas = (nvidia.ptxas_blackwell if target.arch >= 100 else nvidia.ptxas).path
+    arch = re.search(r"\.target (sm_\w+)", made.asm["ptx"])[1]
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(made.asm["ptx"])
         file.flush()
-        nvidia = triton.knobs.nvidia
-        ptxas = (nvidia.ptxas_blackwell if target.arch >= 100 else nvidia.ptxas).path
-        arch = re.search(r"\.target (sm_\w+)", made.asm["ptx"])[1]
         command = [ptxas, "-v", f"-arch={arch}", file.name, "-o", "/dev/null"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = re.search(r"Used (\d+) registers", report)[1]
-    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))
-    return f"registers {registers} shared {made.metadata.shared} spills {spills}"
+    return sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))
+
+
+def cuobjdump(made: Any, option: str) -> str:
+    """What cuobjdump says of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def jobs(
@@ -83,8 +105,8 @@ def jobs(
     sizes = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K)}
     sizes |= {"CHANNEL": recurrence.channel_gate}
     carrying = sizes | {
-        "T": tokens, "L": WIDTH - 1 + tokens, "W": WIDTH, "CARRY": module.carry, "GATES": module.gates,
-        "BR": triton.next_power_of_2(WINDOW + tokens - 1),
+        "T": tokens, "L": WIDTH - 1 + tokens, "W": WIDTH, **kernels.tiles(WINDOW, tokens, torch.bfloat16),
+        "CARRY": module.carry if tokens == 1 else module.carry_tokens, "GATES": module.gates,
     }  # fmt: skip
     bound = None if delta else "fp32"
     inputs = {
@@ -92,7 +114,11 @@ def jobs(
         "weights": LayerWeights("*bf16", "i32", "i32", None, "*fp32", "*fp32", "fp32", bound, bound),
         "parent": None, "kin": None,
     }  # fmt: skip
-    step = {"ring": RING, "table": "*i32", "ready": Pool("*i32", "i32"), "t": "*fp32", "c": "*fp32"}
+    step = {
+        "ring": RING, "table": "*i32", "ready": Pool("*i32", "i32"),
+        "q": None if tokens == 1 else "*bf16", "t": "*bf16", "c": "*bf16" if tokens == 1 else "*fp32",
+        "ends": "*fp32" if tokens == 1 else None,
+    }  # fmt: skip
     outputs = {"y": "*bf16", "skip": None if delta else Field("*fp32", "i32", "i32"), "gate": None}
     found = []
     for fmt in FORMATS + (SCALED if size == SHAPES[name][0] else ()):
@@ -100,16 +126,14 @@ def jobs(
         planes = {"planes": pools, "key": "*i64"}
         folding = sizes | {"FORMAT": fmt, "DELTA": delta, "STEP": module.step}
         for rows in ROWS:
-            chosen = kernels.launch(recurrence, Geometry(*size), fmt, rows)
-            reading = sizes | {
-                "T": tokens,
-                "N": H if delta else G,
-                "BP": WINDOW,
-                "BT": triton.next_power_of_2(tokens),
-                "BV": chosen.read_v,
-            }
+            chosen = kernels.launch(recurrence, Geometry(*size), fmt, rows, tokens)
+            reading = carrying | {
+                "N": H if delta else G, "BR": max(16, triton.next_power_of_2(WINDOW + tokens)), "BV": chosen.read_v,
+            }  # fmt: skip
             apart = {"BJ": chosen.carry_heads, "PDL": PDL}
             types = planes | step | outputs
+            if tokens == 1 and not formats_kernel.in_bf16(fmt):
+                types["t"] = "*fp32"
             if chosen.together:
                 constants = carrying | reading | folding | {"BF": chosen.fold_v}
                 found.append((f"decode {fmt}", kernels.decode_kernel, types | inputs, constants, chosen.read_warps))
@@ -133,8 +157,10 @@ def jobs(
 def read_block(planes, t, y, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, FORMAT: tl.constexpr):
     """S0 t for BV rows."""
     slot, o_v = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
-    tile, scale = load_read(planes, slot, 0, o_v, V, K, BV, K, FORMAT)
-    tl.store(y + slot * V + o_v, tl.sum(tile * tl.load(t + slot * K + tl.arange(0, K)), 1) * scale)
+    codes, blocks, rows = fetch_read(planes, slot, 0, o_v, V, K, K, FORMAT)
+    tile, scale = decode_read(codes, blocks, rows, BV, K, FORMAT)
+    product = summed(tile, scale, tl.load(t + slot * K + tl.arange(0, K)), read_kind(FORMAT))
+    tl.store(y + slot * V + o_v, product)
 
 
 @triton.jit
@@ -157,11 +183,7 @@ def instructions(kernel: Any, fmt: str, BV: int) -> int:
     made = triton.compile(
         ASTSource(kernel, signature, known, aligned), target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}
     )
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
-        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    listing = cuobjdump(made, "-sass")
     return len(re.findall(r"/\*[0-9a-f]{4,}\*/ +(?!NOP|@P0 NOP)", listing))
 
 
@@ -181,6 +203,7 @@ def main(arch: str) -> None:
     """One line per kernel, geometry and format."""
     amd = arch.startswith("gfx")
     target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch), 32)
+    formats_kernel.NVIDIA = tl.constexpr(not amd)
     cursors = {"cursors": "*i64", "table": "*i32", "S": "i32", "B": "i32", "BLOCK": ring_kernel.BLOCK}
     begin = {"given": "*i64", "lengths": "*i64", "T": 1, "R": WINDOW + 1, "MOST": 1, "WINDOW": WINDOW, "clock": "*i32"}
     begin |= {"accepted": "*i64", "CONV": WIDTH}

@@ -10,6 +10,9 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    import interpreter
+
+    interpreter.hasten()
 torch.set_num_threads(1)
 
 

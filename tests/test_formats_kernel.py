@@ -1,13 +1,16 @@
 """The Triton twins of the storage formats: every plane and every value, bit for bit."""
 
+from typing import Any
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 from test_formats import NAMES, states
 
-from replayssm import formats
-from replayssm.formats_kernel import load_read, load_update, store
+from replayssm import Geometry, ReplayCache, formats
+from replayssm.bench import kernels as bench
+from replayssm.formats_kernel import decode_read, fetch_read, load_update, read_kind, scaled, store
 from replayssm.kernels import Pool
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,8 +32,9 @@ def decode(planes, read, update, V: tl.constexpr, K: tl.constexpr, BK: tl.conste
     o_v, o_k = tl.arange(0, 8), tl.arange(0, BK)
     at = ((slot * tl.num_programs(0) + i_h) * V + o_v[:, None]) * K + o_k
     mask = (o_v < V)[:, None] & (o_k < K)
-    tile, scale = load_read(planes, slot, i_h, o_v, V, K, 8, BK, FORMAT)
-    tl.store(read + at, tile * (tl.zeros([8], tl.float32) + scale)[:, None], mask=mask)
+    codes, blocks, rows = fetch_read(planes, slot, i_h, o_v, V, K, BK, FORMAT)
+    tile, scale = decode_read(codes, blocks, rows, 8, BK, FORMAT)
+    tl.store(read + at, scaled(tile, scale, read_kind(FORMAT)), mask=mask)
     tl.store(update + at, load_update(planes, slot, i_h, o_v, V, K, 8, BK, FORMAT), mask=mask)
 
 
@@ -52,6 +56,23 @@ def test_kernels_and_torch_agree_bit_for_bit(name: str, K: int, generator: torch
     decode[(H, n)](pools, read, update, **sizes)
     assert torch.equal(_bits(read), _bits(fmt.read(expected[: fmt.read_planes])))
     assert torch.equal(_bits(update), _bits(fmt.update(expected)))
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp8", "fp16+fp4/residual"])
+def test_a_speed_row_passes_with_the_same_encoding_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside torch with the same noise errors are rounding; with other noise no row would be written."""
+    monkeypatch.setitem(bench.CASES, "tiny", ("gdn", Geometry(2, 1, 16, 32)))
+    errors = bench.check("tiny", 3, name, device=DEVICE, dtype=torch.float16)
+    assert errors["state_torch"] < bench.ROUNDING["state"]
+    if name != "fp8":
+        return
+
+    def other(*arguments: Any, **options: Any) -> ReplayCache:
+        return ReplayCache(*arguments, **options, seed=int(options["implementation"] == "torch"))
+
+    monkeypatch.setattr(bench, "ReplayCache", other)
+    with pytest.raises(RuntimeError, match="no row is written"):
+        bench.check("tiny", 3, name, device=DEVICE, dtype=torch.float16)
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from replayssm import PAD_SLOT, ConvGeometry, Geometry, ReplayCache, decode_layer, recurrences
+from replayssm.bench import kernels as bench
 from replayssm.testing import captured, cast, make_inputs, make_weights
 
 pytestmark = pytest.mark.gpu
@@ -65,6 +66,22 @@ def test_kernels_equal_fp64(name: str, geometry: Geometry, format: str, generato
             assert relative(y, expected) < output_bound
     live = torch.tensor([0, 2, 3])
     assert relative(ours.materialize(0, live.cuda()), exact.materialize(0, live)) < state_bound
+
+
+SCALED = {
+    "mamba2-h64": ("fp8", "fp4", "fp16+fp4/residual"),
+    "qwen3.5-4b": ("int8", "fp16+fp4", "fp8+fp4/residual"),
+    "kimi-linear": ("mxfp4", "fp32+fp8", "fp16+fp8/residual"),
+    "nano-4b": ("fp8+mxfp4",),
+}
+
+
+@pytest.mark.parametrize("case, format", [(case, format) for case, some in SCALED.items() for format in some])
+@pytest.mark.parametrize("rows", [2, 24], ids=["one launch", "three launches"])
+def test_scaled_formats_equal_torch(case: str, format: str, rows: int) -> None:
+    """Real sizes, bf16 activations, two flushes; the same encoding and noise, so only sums differ."""
+    errors = bench.check(case, rows, format, steps=36)
+    assert errors["state_torch"] < max(bench.ROUNDING["state"], bench.SHARE * errors["state"])
 
 
 @pytest.mark.parametrize("sizes", [(3, 8), (24, 70)], ids=["one launch", "three launches"])

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from test_contract import SMALL, Life
 
-from replayssm import Geometry, recurrences
+from replayssm import Geometry, kernels, recurrences
 from replayssm.testing import make_cache
 
 FORMATS = ("fp32", "split16", "bf16", "fp16")
@@ -48,6 +50,23 @@ def test_16_bit_activations(name: str, generator: torch.Generator) -> None:
     life = Life(make_cache(name, SMALL, dtype=torch.float16, implementation="triton", slots=1, window=2), generator)
     life.plain(5)
     life.twin.check_states()
+
+
+@triton.jit
+def expm1_of(x, y, N: tl.constexpr):
+    o = tl.arange(0, N)
+    tl.store(y + o, kernels.expm1(tl.load(x + o)))
+
+
+def test_decays_near_one_keep_their_digits() -> None:
+    """exp(g) - 1 to 3 units in the last place, from g = -1e-30 to -100: thousands of such factors must not drift."""
+    N = 1 << 14
+    x = -torch.logspace(-30, 2, N, dtype=torch.float64).float()
+    y = torch.empty_like(x)
+    expm1_of[(1,)](x, y, N=N)
+    exact = torch.expm1(x.double())
+    unit = torch.nextafter(exact.abs().float(), torch.tensor(torch.inf)).double() - exact.abs().float().double()
+    assert float(((y.double() - exact).abs() / unit).max()) <= 3
 
 
 def test_without_a_gpu_triton_is_refused_outside_the_interpreter() -> None:

@@ -18,7 +18,7 @@ from replayssm import checks, formats, implementations, recurrences, ring
 from replayssm.formats import Format
 from replayssm.implementations import AnyStep, Implementation
 from replayssm.recurrences import Geometry, Recurrence, batched
-from replayssm.ring import PAD_SLOT, Cursors, DeviceStep, LayerState, Records, Step
+from replayssm.ring import PAD_SLOT, Cursors, LayerState, Records, Step
 
 ALIGN = 128  # bytes: where every tensor of a page begins
 
@@ -403,48 +403,13 @@ class ReplayCache:
                 f"{where}: this step was committed already, or another began after it; commit a step once."
             )
         if path is not None:
-            n = self._compact(step, self._check_path(where, step, path))
+            n = self.implementation.compact(self, step, self._check_path(where, step, path))
         elif n is not None:
             n = checks.counts(where, "n", n, step.rows, self.device)
             if isinstance(step, Step):
                 why = "Only tokens of the step can count."
                 checks.within(where, "n", step.select(n), step.lengths, step.slots, why)
         self.implementation.commit(self, step, n)
-
-    def _compact(self, step: AnyStep, path: Tensor) -> Tensor:
-        """Move the records of a path [rows, P] to the places right behind the committed ones, in every layer.
-
-        Returns:
-            How many they are, [rows]. With a DeviceStep this waits, to leave padding rows out.
-        """
-        P, T, R = path.shape[1], step.tokens, self.sizes.ring
-        if isinstance(step, DeviceStep):
-            living = (step.table[0] >= 0).nonzero().squeeze(1)
-            slots, start, committed, _, _, conv_end = step.table[:6, living].to(torch.int64)
-            nodes = path[living].clamp(max=T - 1)
-        else:
-            slots, start, committed, conv_end = step.slots, step.start, step.committed, step.conv_end
-            nodes = step.select(path)
-        place = ring.places(start, committed, T, R)
-        source = torch.where(nodes >= 0, nodes, torch.arange(P, device=self.device))
-        places, moved = place[:, :P], place.gather(1, source)
-        conv_places = (conv_end[:, None] + torch.arange(P, device=self.device)) % max(self.sizes.conv, 1)
-        conv_moved = (conv_end[:, None] + source) % max(self.sizes.conv, 1)
-        at = slots[:, None]
-        for layer in self.layers:
-            for pool in layer.ring[:-1]:
-                if pool.numel():
-                    pool[at, :, places] = pool[at, :, moved]
-            if layer.ring.back.numel():
-                rows = layer.ring.back[at, :, moved]  # [B, P, H, R]
-                columns = moved[:, None, None].expand(*rows.shape[:3], P)
-                kept = rows.gather(3, columns)
-                rows.scatter_(3, place[:, None, None].expand(*rows.shape[:3], T), 0)
-                rows.scatter_(3, places[:, None, None].expand_as(kept), kept)
-                layer.ring.back[at, :, places] = rows
-            if self.conv:
-                layer.conv[at, conv_places] = layer.conv[at, conv_moved]
-        return (path >= 0).sum(1)
 
     # ---- what happens to a slot between steps ----
 

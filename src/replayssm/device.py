@@ -2,6 +2,7 @@
 
     replayssm::begin          cursors move, a step's table comes out
     replayssm::commit         cursors move
+    replayssm::compact        a path's records of a layer move together
     replayssm::decode_layer   a layer from raw projections; replayssm::decode from q, k, v, g, w; replayssm::convolve
 
 Each says which tensors it changes, and each has a fake, by which a compiler knows shapes. Nothing waits for the device.
@@ -42,6 +43,12 @@ class Device(NamedTuple):
     def commit(self, cache: Any, step: DeviceStep, n: Tensor | None) -> None:
         """One launch."""
         torch.ops.replayssm.commit(cache.cursor_tensor, step.table, n, *cache.sizes)
+
+    def compact(self, cache: Any, step: DeviceStep, path: Tensor) -> Tensor:
+        """One launch per layer."""
+        for layer in cache.layers:
+            torch.ops.replayssm.compact(list(layer.ring), layer.conv, step.table, path, step.tokens)
+        return (path >= 0).sum(1)
 
     def convolve(self, layer: LayerState, step: DeviceStep, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """One launch."""
@@ -113,6 +120,17 @@ def commit(cursors: Tensor, table: Tensor, n: Tensor | None, ring: int, conv: in
 
 @commit.register_fake
 def _(cursors: Tensor, table: Tensor, n: Tensor | None, ring: int, conv: int, window: int, reach: int) -> None:
+    return None
+
+
+@torch.library.custom_op("replayssm::compact", mutates_args=("records", "conv"))
+def compact(records: list[Tensor], conv: Tensor, table: Tensor, path: Tensor, tokens: int) -> None:
+    """See ring_kernel.compact_kernel."""
+    ring_kernel.compact(Records(*records), conv, table, path, tokens)
+
+
+@compact.register_fake
+def _(records: list[Tensor], conv: Tensor, table: Tensor, path: Tensor, tokens: int) -> None:
     return None
 
 

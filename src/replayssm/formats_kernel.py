@@ -3,12 +3,13 @@
 Twins of the blocks of formats.py; they agree bit for bit. A tile is BV rows of one head's state by all of its K (BK, a
 power of two, masked); `planes` are all planes of a format, in its order, as Pools.
 
-    load_read    tile, scale    what tokens read is tile * scale[:, None]: multiply the sum over K by the scale instead
-    load_update  tile           what a flush starts from
-    store        tile ->        encode and write every plane
+    fetch_read   codes, blocks, rows   what tokens read, as stored: on its way, in few registers
+    decode_read  -> tile, scale        scaled(tile, scale) is what they read, summed(tile, scale, t) its product with t
+    load_update  tile                  what a flush starts from
+    store        tile ->               encode and write every plane
 
-Scales of rows cost a read nothing per element: they multiply the sum over K. What decoding and encoding cost, in
-machine instructions per element, is printed by `python tests/compile_kernels.py cost` (table in docs/formats.md).
+A scale multiplies the sum over what it serves, a row or a block, not every element. What decoding and encoding cost,
+in machine instructions per element, is printed by `python tests/compile_kernels.py cost` (table in docs/formats.md).
 """
 
 from typing import Any
@@ -25,16 +26,12 @@ from replayssm import formats
 NVIDIA = tl.constexpr(
     torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability() >= (8, 9)
 )
-# Four bytes of two e2m1 codes to fp16 times 2^-14: the sign to bit 15, the other three bits to 11..9 (a subnormal
-# number where the code is one). $0 and $1 are the first codes of the bytes, two a register, $2 and $3 the second ones.
+# Four bytes of two e2m1 codes each to the e4m3 codes of the first ones and of the second ones: the same numbers times
+# 2^-6, signs at bit 7, the other three bits at 4..2. From there hardware converts two at a time.
 E2M1_ASM = tl.constexpr("""{
-    .reg .b32 p, q, s, m;
-    prmt.b32 p, $4, 0, 0x1404;
-    prmt.b32 q, $4, 0, 0x3424;
-    shl.b32 s, p, 4; shl.b32 m, p, 1; and.b32 m, m, 0x0E000E00; lop3.b32 $0, s, 0x80008000, m, 0xEA;
-    shl.b32 s, q, 4; shl.b32 m, q, 1; and.b32 m, m, 0x0E000E00; lop3.b32 $1, s, 0x80008000, m, 0xEA;
-    shr.b32 m, p, 3; and.b32 m, m, 0x0E000E00; lop3.b32 $2, p, 0x80008000, m, 0xEA;
-    shr.b32 m, q, 3; and.b32 m, m, 0x0E000E00; lop3.b32 $3, q, 0x80008000, m, 0xEA;
+    .reg .b32 s, m;
+    shl.b32 s, $2, 4; shl.b32 m, $2, 2; and.b32 m, m, 0x1C1C1C1C; lop3.b32 $0, s, 0x80808080, m, 0xEA;
+    shr.b32 m, $2, 2; and.b32 m, m, 0x1C1C1C1C; lop3.b32 $1, $2, 0x80808080, m, 0xEA;
 }""")
 
 
@@ -64,6 +61,18 @@ def copy_kind(FORMAT: Any) -> str | None:
 def read_kind(FORMAT: Any) -> str:
     """The kind that tokens read."""
     return described(FORMAT).reads.name
+
+
+@triton.constexpr_function
+def read_parts(FORMAT: Any) -> int:
+    """How many bf16 numbers add up to any element that tokens read, its row's scale apart."""
+    return {"fp32": 3, "fp16": 2}.get(described(FORMAT).reads.name, 1)
+
+
+@triton.constexpr_function
+def in_bf16(FORMAT: Any) -> bool:
+    """Whether tokens read bf16 numbers, as they are stored."""
+    return described(FORMAT).reads.name in ("bf16", "split16")
 
 
 @triton.constexpr_function
@@ -100,12 +109,21 @@ def needs_whole_rows(FORMAT: Any) -> bool:
 
 @triton.constexpr_function
 def reads_the_update(FORMAT: Any) -> bool:
-    """Whether what tokens read is all that a flush needs: tile * scale of load_read is load_update's tile."""
+    """Whether what tokens read is all that a flush needs: decode_read's tile, scaled, is load_update's."""
     fmt = described(FORMAT)
     return fmt.copy is None and fmt.kind.name != "split16"
 
 
 # ---- planes ----
+
+
+@triton.constexpr_function
+def divides(n: Any, whole: Any) -> bool:
+    """Whether tiles of n cover `whole` exactly, so that no mask is needed: they begin at multiples of n."""
+    return int(getattr(whole, "value", whole)) % int(getattr(n, "value", n)) == 0
+
+
+divides.__triton_builtin__ = True
 
 
 @triton.jit
@@ -121,14 +139,21 @@ def load_elements(
     """[BV, BC] entries as stored, 0 beyond."""
     o = tl.arange(0, BC)
     p = rows(plane, slot, i_h, o_v, V, COLUMNS)[:, None] + o
-    return tl.load(p, mask=(o_v < V)[:, None] & (o < COLUMNS), other=0, eviction_policy="evict_first" if EVICT else "")
+    policy: tl.constexpr = "evict_first" if EVICT else ""
+    if divides(o_v.shape[0], V) and COLUMNS == BC:
+        return tl.load(p, eviction_policy=policy)
+    else:
+        return tl.load(p, mask=(o_v < V)[:, None] & (o < COLUMNS), other=0, eviction_policy=policy)
 
 
 @triton.jit
 def store_elements(plane, slot, i_h, o_v, x, V: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr):
     o = tl.arange(0, BC)
     p = rows(plane, slot, i_h, o_v, V, COLUMNS)[:, None] + o
-    tl.store(p, x, mask=(o_v < V)[:, None] & (o < COLUMNS))
+    if divides(o_v.shape[0], V) and COLUMNS == BC:
+        tl.store(p, x)
+    else:
+        tl.store(p, x, mask=(o_v < V)[:, None] & (o < COLUMNS))
 
 
 @triton.jit
@@ -155,66 +180,108 @@ def e4m3(codes):
 
 
 @triton.jit
-def from_nibble(codes):
-    """e2m1 codes 0 to 15 in fp16 times 2^-14; see E2M1_ASM."""
-    return (((codes & 7) << 9) | ((codes & 8) << 12)).to(tl.uint16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def e2m1(codes, scale, BV: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr):
-    """Bytes of two codes [BV, BK / 2] times the scale of their block times 2^14, [BV, BK / BLOCK]: [BV, BK] fp32."""
-    bits = tl.reshape(codes, [BV, BK // BLOCK, BLOCK // 2])
+def e2m1(codes, BV: tl.constexpr, BK: tl.constexpr):
+    """Bytes of two codes, [BV, BK / 2], as fp32 times 2^-6: [BV, BK]."""
     if NVIDIA:
         first, second = tl.inline_asm_elementwise(
-            E2M1_ASM, "=r,=r,=r,=r,r", [bits], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+            E2M1_ASM, "=r,=r,r", [codes], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
         )
     else:
-        first, second = from_nibble(bits.to(tl.uint32) & 15), from_nibble(bits.to(tl.uint32) >> 4)
-    scale = scale[:, :, None]
-    return tl.reshape(tl.join(first.to(tl.float32) * scale, second.to(tl.float32) * scale), [BV, BK])
+        first, second = ((codes & 7) << 2) | ((codes & 8) << 4), ((codes >> 2) & 0x1C) | (codes & 0x80)
+    return tl.reshape(tl.join(e4m3(first), e4m3(second)), [BV, BK])
 
 
 @triton.jit
-def load_kind(
-    planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
+def block_scale(blocks, rows, KIND: tl.constexpr, POWER: tl.constexpr):
+    """Scales of a 4-bit kind's blocks, rows' scales in them, times 2^POWER: [BV, BK / block] fp32."""
+    if KIND == "fp4":
+        # e4m3 without subnormal numbers: its bits in fp32's place times 2^120
+        return ((blocks.to(tl.uint32) << 20) + ((120 + POWER) << 23)).to(tl.float32, bitcast=True) * rows[:, None]
+    else:
+        scale = ((blocks.to(tl.uint32) + POWER) << 23).to(tl.float32, bitcast=True)
+        return tl.where(blocks == 255, float("nan"), scale)
+
+
+@triton.jit
+def in_blocks(tile, scale):
+    """[BV, BK] as [BV, blocks, BK / blocks]."""
+    return tl.reshape(tile, [tile.shape[0], scale.shape[1], tile.shape[1] // scale.shape[1]])
+
+
+@triton.jit
+def scaled(tile, scale, KIND: tl.constexpr):
+    """A tile [BV, BK] times the scale of its kind: of blocks [BV, blocks], of rows [BV], or none."""
+    if KIND == "fp4" or KIND == "mxfp4":
+        return tl.reshape(in_blocks(tile, scale) * scale[:, :, None], [tile.shape[0], tile.shape[1]])
+    elif KIND == "fp8" or KIND == "int8":
+        return tile * scale[:, None]
+    else:
+        return tile
+
+
+@triton.jit
+def summed(tile, scale, t, KIND: tl.constexpr):
+    """scaled(tile, scale) t for t [BK]: [BV]. The scale multiplies sums."""
+    if KIND == "fp4" or KIND == "mxfp4":
+        return tl.sum(tl.sum(in_blocks(tile * t, scale), 2) * scale, 1)
+    elif KIND == "fp8" or KIND == "int8":
+        return tl.sum(tile * t, 1) * scale
+    else:
+        return tl.sum(tile * t, 1)
+
+
+@triton.jit
+def fetch_kind(
+    planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
     FIRST: tl.constexpr, EVICT: tl.constexpr = False,
 ):  # fmt: skip
-    """Tile and scale of a kind that is read whole, planes from FIRST on."""
-    if KIND == "fp8":
-        tile = e4m3(load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, EVICT))
-        return tile, load_rows(planes[FIRST + 1], slot, i_h, o_v, V)
-    elif KIND == "int8":
-        # 2^23 + code, by its bits
-        bits = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, EVICT).to(tl.uint32) | 0x4B000000
-        return bits.to(tl.float32, bitcast=True) - 8388736.0, load_rows(planes[FIRST + 1], slot, i_h, o_v, V)
+    """Codes, scales of blocks, scales of rows (1 where there are none) of a kind, as stored; planes from FIRST on."""
+    if KIND == "fp8" or KIND == "int8":
+        codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, EVICT)
+        return codes, 1.0, load_rows(planes[FIRST + 1], slot, i_h, o_v, V)
     elif KIND == "fp4":
         codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2, EVICT)
-        blocks = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 16, BK // 16).to(tl.uint32)
-        # e4m3 without subnormal numbers: its bits in fp32's place times 2^120
-        scale = ((blocks << 20) + ((120 + 14) << 23)).to(tl.float32, bitcast=True)
-        return e2m1(codes, scale, BV, BK, 16), load_rows(planes[FIRST + 2], slot, i_h, o_v, V)
+        blocks = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 16, BK // 16)
+        return codes, blocks, load_rows(planes[FIRST + 2], slot, i_h, o_v, V)
     elif KIND == "mxfp4":
         codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2, EVICT)
-        blocks = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 32, BK // 32).to(tl.uint32)
-        scale = tl.where(blocks == 255, float("nan"), ((blocks + 14) << 23).to(tl.float32, bitcast=True))
-        return e2m1(codes, scale, BV, BK, 32), 1.0
+        return codes, load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 32, BK // 32), 1.0
     else:
-        tile = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, EVICT).to(tl.float32)
-        return tile, 1.0
+        return load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, EVICT), 1.0, 1.0
 
 
 @triton.jit
-def load_read(
-    planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr
+def decode_kind(codes, blocks, rows, BV: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr):
+    """Tile [BV, BK] fp32 and scale of what fetch_kind loaded."""
+    if KIND == "fp8":
+        return e4m3(codes), rows
+    elif KIND == "int8":
+        # 2^23 + code, by its bits
+        return (codes.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0, rows
+    elif KIND == "fp4" or KIND == "mxfp4":
+        return e2m1(codes, BV, BK), block_scale(blocks, rows, KIND, 6)
+    else:
+        return codes.to(tl.float32), rows
+
+
+@triton.jit
+def fetch_read(
+    planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
-    """Rows o_v of a head as tokens read them: tile [BV, BK] fp32 and scale, [BV] or one number.
+    """Rows o_v of a head that tokens read, as stored: codes, scales of blocks, scales of rows; 1 where there are none.
 
     | Name   | Shape       | Dtype     | Dir | Meaning                                          |
     | planes | tuple       | by format | in  | Pools of all planes, in the format's order       |
     | slot   | one         | int64     | in  |                                                  |
     | o_v    | [BV]        | int32     | in  | rows of V, those from V on are 0                 |
     """
-    return load_kind(planes, slot, i_h, o_v, V, K, BV, BK, read_kind(FORMAT), 0, True)
+    return fetch_kind(planes, slot, i_h, o_v, V, K, BK, read_kind(FORMAT), 0, True)
+
+
+@triton.jit
+def decode_read(codes, blocks, rows, BV: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr):
+    """What fetch_read loaded as tile [BV, BK] fp32 and scale, which `scaled` and `summed` take."""
+    return decode_kind(codes, blocks, rows, BV, BK, read_kind(FORMAT))
 
 
 @triton.jit
@@ -264,7 +331,7 @@ def product(x, y):
 def load_update(
     planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Rows o_v of a head as a flush starts from them: [BV, BK] fp32. Arguments as load_read."""
+    """Rows o_v of a head as a flush starts from them: [BV, BK] fp32. Arguments as fetch_read."""
     KIND: tl.constexpr = checkpoint_kind(FORMAT)
     FIRST: tl.constexpr = copy_planes(FORMAT)
     if KIND == "split16":
@@ -276,34 +343,16 @@ def load_update(
         BITS: tl.constexpr = residual_bits(FORMAT)
         UNIT: tl.constexpr = residual_unit(FORMAT)
         r = load_residual(planes, slot, i_h, o_v, V, K, BV, BK, FIRST, BITS)
+        codes, blocks, rows = fetch_kind(planes, slot, i_h, o_v, V, K, BK, COPY, 0)
         if COPY == "fp8" or COPY == "int8":
-            code, scale = load_kind(planes, slot, i_h, o_v, V, K, BV, BK, COPY, 0)
-            return (code + r * (half_step(code, COPY) * UNIT)) * scale[:, None]
+            code, scale = decode_kind(codes, blocks, rows, BV, BK, COPY)
         else:
-            BLOCK: tl.constexpr = 16 if COPY == "fp4" else 32
-            one = tl.full([BV, BK // BLOCK], 16384.0, tl.float32)
-            code = e2m1(load_elements(planes[0], slot, i_h, o_v, V, K // 2, BK // 2), one, BV, BK, BLOCK)
-            value = code + r * (half_step(code, COPY) * UNIT)
-            scale = block_scale(planes, slot, i_h, o_v, V, K, BK, COPY)
-            return tl.reshape(tl.reshape(value, [BV, BK // BLOCK, BLOCK]) * scale[:, :, None], [BV, BK])
+            code, scale = e2m1(codes, BV, BK) * 64.0, block_scale(blocks, rows, COPY, 0)
+        return scaled(code + r * (half_step(code, COPY) * UNIT), scale, COPY)
     else:
-        tile, scale = load_kind(planes, slot, i_h, o_v, V, K, BV, BK, KIND, FIRST)
-        if KIND == "fp8" or KIND == "int8" or KIND == "fp4":
-            return tile * scale[:, None]
-        else:
-            return tile
-
-
-@triton.jit
-def block_scale(planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr):
-    """Scales of a 4-bit copy's blocks, rows' scales in them: [BV, BK / block]."""
-    if KIND == "fp4":
-        blocks = load_elements(planes[1], slot, i_h, o_v, V, K // 16, BK // 16).to(tl.uint32)
-        scale = ((blocks << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-        return scale * load_rows(planes[2], slot, i_h, o_v, V)[:, None]
-    else:
-        blocks = load_elements(planes[1], slot, i_h, o_v, V, K // 32, BK // 32).to(tl.uint32)
-        return tl.where(blocks == 255, float("nan"), (blocks << 23).to(tl.float32, bitcast=True))
+        codes, blocks, rows = fetch_kind(planes, slot, i_h, o_v, V, K, BK, KIND, FIRST)
+        tile, scale = decode_kind(codes, blocks, rows, BV, BK, KIND)
+        return scaled(tile, scale, KIND)
 
 
 # ---- random bits and rounding ----
@@ -534,7 +583,7 @@ def store(
     """Encode rows o_v of a head, b_s [BV, BK] fp32, and store all planes.
 
     | Name       | Shape | Dtype | Dir | Meaning                                                   |
-    | planes     | tuple |       | out | as in load_read                                           |
+    | planes     | tuple |       | out | as in fetch_read                                          |
     | key        | [2]   | int64 | in  | LayerState.key                                            |
     | noise_slot |       |       | in  | the slot that noise is drawn for, and its flush number    |
     """
@@ -543,12 +592,14 @@ def store(
     COPY: tl.constexpr = copy_kind(FORMAT)
     FIRST: tl.constexpr = copy_planes(FORMAT)
     random = 0
-    if STOCHASTIC:
-        random = noise(key, noise_slot, flush, i_h, o_v, V, K, BV, BK)
     if KIND == "residual":
-        code, ratio = store_scaled(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, COPY, 0, False)
+        code, ratio = store_scaled(planes, slot, i_h, o_v, b_s, 0, V, K, BV, BK, COPY, 0, False)
+        if STOCHASTIC:
+            random = noise(key, noise_slot, flush, i_h, o_v, V, K, BV, BK)
         store_residual(planes, slot, i_h, o_v, code, ratio, random, V, K, BV, BK, FORMAT)
     else:
         if COPY is not None:
-            store_kind(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, COPY, 0, False)
+            store_kind(planes, slot, i_h, o_v, b_s, 0, V, K, BV, BK, COPY, 0, False)
+        if STOCHASTIC:
+            random = noise(key, noise_slot, flush, i_h, o_v, V, K, BV, BK)
         store_kind(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, KIND, FIRST, STOCHASTIC)

@@ -74,6 +74,9 @@ class Implementation(Protocol):
     def commit(self, cache: Any, step: Any, n: Tensor | None) -> None:
         """The first n [rows] tokens of every row count, or (None) all of them."""
 
+    def compact(self, cache: Any, step: Any, path: Tensor) -> Tensor:
+        """Records of a path [rows, P] move behind the committed ones, in every layer: how many they are, [rows]."""
+
     def convolve(self, layer: LayerState, step: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[rows, T, C]"""
 
@@ -148,6 +151,32 @@ class Hosted(NamedTuple):
         """Cursors move."""
         n = step.lengths if n is None else step.select(n)
         cache.cursors.put(step.slots, ring.commit(cache.cursors.at(step.slots), n, cache.sizes))
+
+    def compact(self, cache: Any, step: Step, path: Tensor) -> Tensor:
+        """Of `back` the columns move as well, and those of tokens off the path are cleared."""
+        P, T, R = path.shape[1], step.tokens, cache.sizes.ring
+        slots, start, committed, conv_end = step.slots, step.start, step.committed, step.conv_end
+        nodes = step.select(path)
+        place = ring.places(start, committed, T, R)
+        source = torch.where(nodes >= 0, nodes, torch.arange(P, device=path.device))
+        places, moved = place[:, :P], place.gather(1, source)
+        conv_places = (conv_end[:, None] + torch.arange(P, device=path.device)) % max(cache.sizes.conv, 1)
+        conv_moved = (conv_end[:, None] + source) % max(cache.sizes.conv, 1)
+        at = slots[:, None]
+        for layer in cache.layers:
+            for pool in layer.ring[:-1]:
+                if pool.numel():
+                    pool[at, :, places] = pool[at, :, moved]
+            if layer.ring.back.numel():
+                rows = layer.ring.back[at, :, moved]  # [B, P, H, R]
+                columns = moved[:, None, None].expand(*rows.shape[:3], P)
+                kept = rows.gather(3, columns)
+                rows.scatter_(3, place[:, None, None].expand(*rows.shape[:3], T), 0)
+                rows.scatter_(3, places[:, None, None].expand_as(kept), kept)
+                layer.ring.back[at, :, places] = rows
+            if cache.conv:
+                layer.conv[at, conv_places] = layer.conv[at, conv_moved]
+        return (path >= 0).sum(1)
 
     def convolve(self, layer: LayerState, step: Step, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See conv.convolve."""

@@ -28,7 +28,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from replayssm.formats_kernel import load_read, load_update, needs_whole_rows, store
+from replayssm import formats
+from replayssm.formats_kernel import (
+    decode_read,
+    fetch_read,
+    in_bf16,
+    load_update,
+    needs_whole_rows,
+    read_kind,
+    read_parts,
+    scaled,
+    store,
+    summed,
+)
 from replayssm.ring import DeviceStep, LayerState, folds_beside, in_one_launch
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -105,10 +117,88 @@ def softplus(x):
 
 @triton.jit
 def expm1(x):
-    """exp(x) - 1 for x <= 0, to a few ulps also where x is tiny: many such factors in a row must not drift."""
-    u = tl.exp(x)
-    log = tl.log(u)
-    return tl.where(x < -1.0, u - 1.0, tl.where(log == 0.0, x, (u - 1.0) * (x / log)))
+    """exp(x) - 1 for x <= 0, to an ulp or two also where x is tiny: many such factors in a row must not drift.
+
+    Its series down to -1: a fold's loop runs it once a record in every thread, and with a logarithm and a quotient it
+    was a third of that loop.
+    """
+    y = x * (1 / 3628800) + 1 / 362880
+    y = y * x + 1 / 40320
+    y = y * x + 1 / 5040
+    y = y * x + 1 / 720
+    y = y * x + 1 / 120
+    y = y * x + 1 / 24
+    y = y * x + 1 / 6
+    y = y * x + 0.5
+    return tl.where(x < -1.0, tl.exp(x) - 1.0, y * x * x + x)
+
+
+@triton.constexpr_function
+def parts_of(dtype: Any) -> int:
+    """How many bf16 numbers add up to any number of a dtype."""
+    return {"bf16": 1, "fp16": 2, "fp32": 3}[str(dtype)]
+
+
+parts_of.__triton_builtin__ = True
+
+
+@triton.jit
+def add_product(acc, a, b, A: tl.constexpr, B: tl.constexpr):
+    """acc [M, N] + a [M, K] b [K, N] on tensor cores: a is cut into A bf16 parts that add up to it, b into B.
+
+    Left out are products of parts below the coarser side's last bit: 3 and 3 parts are as good as fp32.
+    """
+    if INTERPRETED:
+        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    for i in tl.static_range(A):
+        a_part, left = a.to(tl.bfloat16), b
+        for j in tl.static_range(B):
+            if i + j < max(A, B):
+                b_part = left.to(tl.bfloat16)
+                acc = tl.dot(a_part, b_part, acc)
+                if j + 1 < B:
+                    left = left - b_part.to(tl.float32)
+        if i + 1 < A:
+            a = a - a_part.to(tl.float32)
+    return acc
+
+
+@triton.jit
+def store_parts(p, x, mask, stride, P: tl.constexpr):
+    """x as P bf16 parts that add up to it, `stride` elements apart."""
+    for i in tl.static_range(P):
+        part = x.to(tl.bfloat16)
+        tl.store(p + i * stride, part, mask=mask)
+        if i + 1 < P:
+            x = x - part.to(tl.float32)
+
+
+@triton.jit
+def store_columns(p, x, mask, P: tl.constexpr):
+    """x as P bf16 parts that add up to it, side by side: at most 3 are not zero."""
+    for i in tl.static_range(P):
+        part = x.to(tl.bfloat16)
+        tl.store(p + i, part, mask=mask)
+        if i < 2:
+            x = x - part.to(tl.float32)
+        else:
+            x = x * 0.0
+
+
+@triton.jit
+def store_query(t, i, o_k, b_t, m_k, K: tl.constexpr, P: tl.constexpr):
+    """A carried query, number i: as it is, or its parts (where t is bf16)."""
+    if t.dtype.element_ty == tl.bfloat16:
+        store_columns(t + (i * K + o_k) * P, b_t, m_k, P)
+    else:
+        tl.store(t + i * K + o_k, b_t, mask=m_k)
+
+
+@triton.jit
+def load_columns(p, o, BN: tl.constexpr, P: tl.constexpr):
+    """What store_columns left for entries o, as a tile [len(o), BN] for a product: zero beyond the P parts."""
+    o_n = tl.arange(0, BN)
+    return tl.load(p + o[:, None] * P + o_n, mask=o_n < P, other=0.0)
 
 
 # ---- a step's inputs ----
@@ -149,9 +239,12 @@ def channels(
                 at = tl.where(at >= 0, tl.load(parent + row * T + tl.maximum(at, 0)), at - 1)
             else:
                 at = at - 1
-            b_d = tl.load(p_pool + (end + at + L) % L * C, mask=m_c & (at < 0), other=0.0).to(tl.float32)
+            p_d = p_pool + (end + at + L) % L * C
             if T > 1:
-                b_d += tl.load(p_x + at * field.token, mask=m_c & (at >= 0), other=0.0).to(tl.float32)
+                p_d = tl.where(at < 0, p_d, p_x + at * field.token)
+                b_d = tl.load(p_d, mask=m_c, other=0.0).to(tl.float32)
+            else:
+                b_d = tl.load(p_d, mask=m_c & (at < 0), other=0.0).to(tl.float32)
             b_sum += b_d * tl.load(p_w + (W - 1 - d) * weights.conv_tap, mask=m_c, other=0.0).to(tl.float32)
         if weights.conv_bias is not None:
             b_sum += tl.load(weights.conv_bias + o_w, mask=m_c, other=0.0).to(tl.float32)
@@ -183,14 +276,88 @@ def append(
 
 
 @triton.jit
-def is_seen(o_r, before, i, kin, row, T: tl.constexpr):
-    """Which records (by number) token i of a row sees, itself excluded."""
-    seen = o_r < before + i
-    if kin is not None:
-        o_t = o_r - before
-        own = (o_t >= 0) & (o_t < T)
-        seen &= (o_t < 0) | (tl.load(kin + (row * T + i) * T + tl.where(own, o_t, 0), mask=own, other=0) != 0)
-    return seen
+def convolved(
+    field, conv, weights, parent, row, slot, end, o_c, m_c, length, FIRST: tl.constexpr, C: tl.constexpr,
+    L: tl.constexpr, W: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """What `channels` says of each of T tokens, as a tuple: every weight and a chain's inputs are loaded once.
+
+    All loads come before any store, so that none waits for one.
+    """
+    p_x = field.data + row * field.row + o_c
+    p_pool = conv.data + slot * conv.slot + FIRST + o_c if weights.conv_weight is not None else p_x
+    raw, found, taps, old = (), (), (), ()
+    for i in tl.static_range(T):
+        b_x = tl.load(p_x + i * field.token, mask=m_c & (i < length), other=0.0)
+        raw = raw + (b_x,)  # type: ignore[assignment]
+    if weights.conv_weight is None:
+        for i in tl.static_range(T):
+            found = found + ((raw[i].to(tl.float32), raw[i]),)  # type: ignore[assignment]
+        return found
+    p_w = weights.conv_weight + (FIRST + o_c) * weights.conv_channel
+    for d in tl.static_range(W):
+        b_w = tl.load(p_w + (W - 1 - d) * weights.conv_tap, mask=m_c, other=0.0).to(tl.float32)
+        taps = taps + (b_w,)  # type: ignore[assignment]
+    for d in tl.static_range(1, W):
+        b_x = tl.load(p_pool + (end + L - d) % L * C, mask=m_c, other=0.0)
+        old = old + (b_x,)  # type: ignore[assignment]
+    for i in tl.static_range(T):
+        b_sum, at = taps[0] * raw[i].to(tl.float32), i  # type: ignore[misc]
+        for d in tl.static_range(1, W):
+            if parent is not None:
+                at = tl.where(at >= 0, tl.load(parent + row * T + tl.maximum(at, 0)), at - 1)
+                p_d = tl.where(at < 0, p_pool + (end + at + L) % L * C, p_x + at * field.token)
+                b_d = tl.load(p_d, mask=m_c & (i < length), other=0.0)
+            elif i >= d:
+                b_d = raw[i - d]
+            else:
+                b_d = old[d - i - 1]
+            b_sum += taps[d] * b_d.to(tl.float32)
+        if weights.conv_bias is not None:
+            b_sum += tl.load(weights.conv_bias + FIRST + o_c, mask=m_c, other=0.0).to(tl.float32)
+        b_y = (b_sum * sigmoid(b_sum)).to(b_x.dtype).to(tl.float32)
+        found = found + ((b_y, raw[i]),)
+    return found
+
+
+@triton.jit
+def append_tokens(
+    inputs, ring, weights, parent, q, row, slot, end, place, length, i_g, from_c, count,
+    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    L: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, Q_FIRST: tl.constexpr, K_FIRST: tl.constexpr,
+    V_FIRST: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """`append` of several tokens, from place `place` on, with NORM the keys' inverse norms as well; and q [B, G, T, K].
+
+    For a key group and the `count` (at most BC) channels of v from `from_c` on.
+    """
+    C: tl.constexpr = 2 * G * K + H * V
+    BX: tl.constexpr = min(BC, 128)
+    o_k = tl.arange(0, BK)
+    m_k, o_x = o_k < K, i_g * K + o_k
+    keys = convolved(inputs.k, ring.conv, weights, parent, row, slot, end, o_x, m_k, length, K_FIRST, C, L, W, T)
+    queries = convolved(inputs.q, ring.conv, weights, parent, row, slot, end, o_x, m_k, length, Q_FIRST, C, L, W, T)
+    for i in tl.static_range(T):
+        own, m = (place + i) % R, m_k & (i < length)
+        b_k, b_x = keys[i]
+        p_k = ring.k.data + slot * ring.k.slot + (i_g * R + own) * K + o_k
+        tl.store(p_k, b_k.to(ring.k.data.dtype.element_ty), mask=m)
+        if NORM:
+            p_norm = ring.norm.data + slot * ring.norm.slot + i_g * R + own
+            tl.store(p_norm, 1 / tl.sqrt(tl.sum(b_k * b_k, 0) + 1e-6), mask=i < length)
+        keep(ring.conv, weights, slot, end, i, o_x, b_x, m, K_FIRST, C, L)
+        b_q, b_x = queries[i]
+        tl.store(q + ((row * G + i_g) * T + i) * K + o_k, b_q.to(q.dtype.element_ty), mask=m_k)
+        keep(ring.conv, weights, slot, end, i, o_x, b_x, m, Q_FIRST, C, L)
+    for part in tl.static_range(BC // BX):
+        o_x = part * BX + tl.arange(0, BX)
+        o_c, m_c = from_c + o_x, o_x < count
+        values = convolved(inputs.v, ring.conv, weights, parent, row, slot, end, o_c, m_c, length, V_FIRST, C, L, W, T)
+        for i in tl.static_range(T):
+            b_v, b_x = values[i]
+            p_v = ring.v.data + slot * ring.v.slot + (o_c // V * R + (place + i) % R) * V + o_c % V
+            tl.store(p_v, b_v.to(ring.v.data.dtype.element_ty), mask=m_c & (i < length))
+            keep(ring.conv, weights, slot, end, i, o_c, b_x, m_c & (i < length), V_FIRST, C, L)
 
 
 # ---- a row's step ----
@@ -205,19 +372,19 @@ def publish(ready, table, i_b, at, B):
 
 
 @triton.jit
-def await_number(ready, table, i_b, at, B):
+def await_number(ready, slot, number, at):
     """Until place `at` was published. Who publishes runs before, or (PDL) has begun before, in all its programs."""
-    slot, number = tl.load(table + i_b).to(tl.int64), tl.load(table + 7 * B + i_b)
     while tl.atomic_add(ready.data + slot * ready.slot + at, 0, sem="acquire") != number:
         pass
 
 
 @triton.jit
 def carry_kernel(
-    inputs, ring, weights, table, ready, parent, kin, t, c, B,
+    inputs, ring, weights, table, ready, parent, kin, q, t, c, ends, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    L: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr,
-    CHANNEL: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, PDL: tl.constexpr,
+    L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BJ: tl.constexpr, BC: tl.constexpr, CHANNEL: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Append and carry for BJ heads of a key group and row after another: a persistent grid, rows in order.
 
@@ -228,7 +395,14 @@ def carry_kernel(
     | table      | [9, B]         | int32  | in     | DeviceStep.table                                         |
     | ready      | [S, H + n]     | int32  | out    | the step's number, once t, c, v of a head are in memory  |
     | parent     | [B, T]         | int32  | in     | of a tree, else None; kin [B, T, T] likewise             |
-    | t          | [B, N, T, K]   | fp32   | out    | carried queries of N = G or H heads                      |
+    | q          | [B, G, T, K]   |        | out    | scratch where T > 1: queries as the convolution left them|
+    | Of one token (T = 1):
+    | t          | [B, N, K]      | fp32   | out    | carried queries of N = G or H heads,                     |
+    |            | or [B, N, K, P]| bf16   |        | or their parts side by side (store_columns)              |
+    | c          | [B, H, BP, P]  | bf16   | out    | parts of the weights of v by record number, 0 beyond     |
+    | ends       | [B, H, 2]      | fp32   | out    | weights of S0 t and of the token's own v                 |
+    | Of several:
+    | t          | [B, N, P, T, K]| bf16   | out    | in P parts that add up to them                           |
     | c          | [B, H, T, 1+R] | fp32   | out    | weights of S0 t, then of v by record number              |
     """
     if PDL:
@@ -242,10 +416,16 @@ def carry_kernel(
             i_g, i_j = i_u // parts, i_u % parts
             i_h = i_g * J + i_j * BJ
             count = tl.minimum(BJ, J - i_j * BJ) * V
-            CARRY(
-                inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_j, i_h * V, count, B,
-                T, H, G, V, K, R, L, W, BR, BK, BJ, BC, CHANNEL, GATES,
-            )  # fmt: skip
+            if T > 1:
+                CARRY(
+                    inputs, ring, weights, table, parent, kin, q, t, c, i_b, i_g, i_j, i_h * V, count, B,
+                    T, H, G, V, K, R, L, W, P, BP, BT, BK, BJ, BC, CHANNEL, GATES,
+                )  # fmt: skip
+            else:
+                CARRY(
+                    inputs, ring, weights, table, t, c, ends, i_b, i_g, i_j, i_h * V, count, B,
+                    H, G, V, K, R, L, W, P, BP, BK, BJ, BC, CHANNEL, GATES,
+                )  # fmt: skip
             publish(ready, table, i_b, i_h, B)
         i += tl.num_programs(0)
     if PDL:
@@ -255,46 +435,125 @@ def carry_kernel(
 
 @triton.jit
 def read_tile(
-    b_s, scale, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B,
-    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
+    codes, blocks, rows, ring, slot, number, table, ready, t, c, ends, y, skip, gate, i_b, i_h, i_v, B,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    P: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """y = (c_0 S0 t + sum_j c_j v_j + D v) silu(z) for row i_b, head i_h, part i_v of V: S0 = b_s [BV, BK] times scale.
+    """y = (c_0 S0 t + sum_j c_j v_j + D v) silu(z) for row i_b, head i_h, part i_v of V.
 
-    | Name      | Shape          | Dtype  | Dir | Meaning                                           |
-    | ring      | Ring           |        | in  | records                                           |
-    | t, c      | as carry_kernel|        | in  |                                                   |
-    | y         | [B, T, H, V]   |        | out |                                                   |
-    | skip      | [H, V]         |        | in  | D as a Field (strides of H and V), or None        |
-    | gate      | [B, T, H, V]   |        | in  | z as a Field, or None                             |
+    S0 [BV, BK] comes as stored (fetch_read) and is decoded when the carry is there: few registers wait.
+
+    | Name          | Shape          | Dtype  | Dir | Meaning                                       |
+    | ring          | Ring           |        | in  | records                                       |
+    | t, c, ends    | as carry_kernel|        | in  |                                               |
+    | y             | [B, T, H, V]   |        | out | T is 1                                        |
+    | skip          | [H, V]         |        | in  | D as a Field (strides of H and V), or None    |
+    | gate          | [B, T, H, V]   |        | in  | z as a Field, or None                         |
+
+    A checkpoint in bf16 is multiplied by t's parts on tensor cores, so are the records' values by c's; any other is
+    multiplied as it is. What counts is how few instructions a tile takes (docs/log.md).
     """
-    slot, first, before, length, _, row = load_row(table, i_b, B)
-    o_p, o_t, o_k, o_v = tl.arange(0, BP), tl.arange(0, BT), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    m_p, m_t, m_v, m_k = o_p < before, o_t < length, o_v < V, o_k < K
-    p_v = ring.v.data + slot * ring.v.slot + i_h * R * V + o_v
-    b_v = tl.load(p_v[None, :] + ((first + o_p) % R * V)[:, None], mask=m_p[:, None] & m_v, other=0.0).to(tl.float32)
+    EXACT: tl.constexpr = V % BV == 0
+    first, before, row = tl.load(table + B + i_b), tl.load(table + 2 * B + i_b), i_b.to(tl.int64)
+    o_p, o_k, o_x = tl.arange(0, BP), tl.arange(0, BK), tl.arange(0, BV)
+    o_v = i_v * BV + o_x
+    m_v = None if EXACT else o_v < V
+    m_p = (o_p < before)[:, None] if EXACT else (o_p < before)[:, None] & (o_v < V)
+    p_v = ring.v.data + slot * ring.v.slot + (i_h * (R * V) + i_v * BV)
+    b_v = tl.load(p_v + ((first + o_p) % R * V)[:, None] + o_x, mask=m_p, other=0.0)
     if ready is not None:
-        await_number(ready, table, i_b, i_h // (H // G) * (H // G) + i_h % (H // G) // BJ * BJ, B)
-    p_own = p_v[None, :] + ((first + before + o_t) % R * V)[:, None]
-    b_own = tl.load(p_own, mask=m_t[:, None] & m_v, other=0.0).to(tl.float32)
-    for i in range(T):
-        # (1) y = c_0 S0 t + c . v
-        b_t = tl.load(t + ((row * N + i_h // (H // N)) * T + i) * K + o_k, mask=m_k, other=0.0)
-        p_c = c + ((row * H + i_h) * T + i) * (1 + R)
-        b_c = tl.load(p_c + 1 + o_p, mask=m_p, other=0.0)
-        c_own = tl.load(p_c + 1 + before + o_t, mask=m_t & (o_t <= i), other=0.0)
-        b_y = tl.load(p_c) * (tl.sum(b_s * b_t, 1) * scale)
-        b_y += tl.sum(b_c[:, None] * b_v, 0) + tl.sum(c_own[:, None] * b_own, 0)
-        # (2) skip and output gate
-        if skip is not None:
-            b_d = tl.load(skip.data + i_h * skip.row + o_v * skip.token, mask=m_v, other=0.0).to(tl.float32)
-            b_y += b_d * tl.sum(tl.where((o_t == i)[:, None], b_own, 0.0), 0)
-        if gate is not None:
-            p_z = gate.data + row * gate.row + i * gate.token + i_h * V + o_v
-            b_z = tl.load(p_z, mask=m_v, other=0.0).to(tl.float32)
-            b_y *= b_z * sigmoid(b_z)
-        b_y = tl.where(i < length, b_y, 0.0)
-        tl.store(y + ((row * T + i) * H + i_h) * V + o_v, b_y.to(y.dtype.element_ty), mask=m_v)
+        await_number(ready, slot, number, i_h // (H // G) * (H // G) + i_h % (H // G) // BJ * BJ)
+    b_own = load_part(p_v + (first + before) % R * V + o_x, m_v).to(tl.float32)
+    p_ends = ends + (row * H + i_h) * 2
+    decay, own = tl.load(p_ends), tl.load(p_ends + 1)
+    # (1) y = c_0 S0 t + c . v
+    b_c = load_columns(c + (row * H + i_h) * (BP * P), o_p, BN, P)
+    p_t = t + (row * N + i_h // (H // N)) * (K * (P if in_bf16(FORMAT) else 1))
+    if in_bf16(FORMAT):
+        o_n = tl.arange(0, BN)
+        m_t = o_n < P if K == BK else (o_n < P) & (o_k < K)[:, None]
+        b_t = tl.load(p_t + o_k[:, None] * P + o_n, mask=m_t, other=0.0)
+        b_y = add_product(tl.zeros([BV, BN], tl.float32), codes, b_t, 1, 1) * decay
+        b_y = tl.sum(add_product(b_y, tl.trans(b_v), b_c, parts_of(b_v.dtype), 1), 1)
+    else:
+        b_t = load_part(p_t + o_k, None if K == BK else o_k < K)
+        tile, scale = decode_read(codes, blocks, rows, BV, BK, FORMAT)
+        b_y = summed(tile, scale, b_t, read_kind(FORMAT)) * decay
+        b_y += tl.sum(add_product(tl.zeros([BV, BN], tl.float32), tl.trans(b_v), b_c, parts_of(b_v.dtype), 1), 1)
+    # (2) skip and output gate
+    if skip is not None:
+        b_d = load_part(skip.data + i_h * skip.row + o_v * skip.token, m_v).to(tl.float32)
+        b_y += (b_d + own) * b_own
+    else:
+        b_y += own * b_own
+    if gate is not None:
+        b_z = load_part(gate.data + row * gate.row + i_h * V + o_v, m_v).to(tl.float32)
+        b_y *= b_z * sigmoid(b_z)
+    p_y = y + (row * H + i_h) * V + o_v
+    if EXACT:
+        tl.store(p_y, b_y.to(y.dtype.element_ty))
+    else:
+        tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_v)
+
+
+@triton.jit
+def load_part(p, mask):
+    """A load whose mask may be None: all of it is there."""
+    if mask is None:
+        return tl.load(p)
+    else:
+        return tl.load(p, mask=mask, other=0.0)
+
+
+@triton.jit
+def read_tokens(
+    codes, blocks, rows, ring, slot, number, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B,
+    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+    BJ: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """read_tile of several tokens at once, by products on tensor cores.
+
+    Products are as exact as P parts: 2 for an output of 16 bits, 3 for fp32.
+    """
+    KIND: tl.constexpr = read_kind(FORMAT)
+    PARTS: tl.constexpr = read_parts(FORMAT)
+    _, first, before, length, _, row = load_row(table, i_b, B)
+    o_r, o_t, o_k, o_v = tl.arange(0, BR), tl.arange(0, BT), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    m_r, m_t, m_v, m_k = o_r < before + length, o_t < length, (o_v < V)[:, None], (o_k < K)[:, None]
+    if ready is not None:
+        await_number(ready, slot, number, i_h // (H // G) * (H // G) + i_h % (H // G) // BJ * BJ)
+    p_v = ring.v.data + slot * ring.v.slot + i_h * R * V + o_v[:, None]
+    b_v = tl.load(p_v + (first + o_r) % R * V, mask=m_v & m_r, other=0.0)
+    p_c = c + (row * H + i_h) * (T * (1 + R)) + o_t * (1 + R)
+    b_c = tl.load(p_c + 1 + o_r[:, None], mask=m_r[:, None] & m_t, other=0.0)
+    # (1) y = c_0 S0 t + c . v; scales of rows multiply sums, those of blocks do not
+    if in_bf16(FORMAT):
+        b_s, scale = codes, 1.0
+    else:
+        b_s, scale = decode_read(codes, blocks, rows, BV, BK, FORMAT)
+        if KIND == "fp4" or KIND == "mxfp4":
+            b_s, scale = scaled(b_s, scale, KIND), 1.0
+    p_t = t + (row * N + i_h // (H // N)) * (P * T * K) + o_t * K + o_k[:, None]
+    b_y = tl.zeros([BV, BT], tl.float32)
+    for i in tl.static_range(P):
+        b_t = tl.load(p_t + i * T * K, mask=m_k & m_t, other=0.0)
+        b_y = add_product(b_y, b_s, b_t, min(PARTS, P - i), 1)
+    b_y *= (scale * tl.full([BV], 1.0, tl.float32))[:, None] * tl.load(p_c, mask=m_t, other=0.0)
+    b_y = add_product(b_y, b_v, b_c, min(parts_of(b_v.dtype), P), P)
+    # (2) skip and output gate
+    if skip is not None:
+        b_d = tl.load(skip.data + i_h * skip.row + o_v * skip.token, mask=o_v < V, other=0.0).to(tl.float32)
+        own = (o_r[:, None] == before + o_t).to(tl.float32)
+        b_y += b_d[:, None] * add_product(tl.zeros([BV, BT], tl.float32), b_v, own, min(parts_of(b_v.dtype), P), 1)
+    if gate is not None:
+        p_z = gate.data + row * gate.row + o_t * gate.token + i_h * V + o_v[:, None]
+        b_z = tl.load(p_z, mask=m_v & m_t, other=0.0).to(tl.float32)
+        b_y *= b_z * sigmoid(b_z)
+    b_y = tl.where(m_t, b_y, 0.0)
+    p_y = y + (row * T * H + i_h) * V + o_t * (H * V) + o_v[:, None]
+    tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_v & (o_t < T))
 
 
 @triton.jit
@@ -395,33 +654,40 @@ def flush_kernel(
 
 @triton.jit
 def read_kernel(
-    planes, ring, table, ready, t, c, y, skip, gate,
+    planes, ring, table, ready, t, c, ends, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
-    BW: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr, BJ: tl.constexpr, BW: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """read_tile for every tile, head and row: grid (V / BV, H, B).
+    """read_tile or read_tokens for every tile, head and row: grid (V / BV, H, B).
 
     planes: those of the format, as Pools. Bytes: V K read_bytes + (committed + T) V itemsize per
     row and head, and t, c, y. The checkpoint is on its way before the carry is awaited. A row that is due is awaited
     first, where (BW) it was flushed beside.
     """
     i_v, i_h, i_b, B = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    slot = tl.load(table + i_b).to(tl.int64)
+    slot, folds = tl.load(table + i_b).to(tl.int64), tl.load(table + 4 * B + i_b)
     if slot < 0:
         zero_tile(y, i_b.to(tl.int64), i_h, i_v, T, H, V, BV)
     else:
+        number = tl.load(table + 7 * B + i_b)
         if BW is not None:
-            if tl.load(table + 4 * B + i_b) > 0:
+            if folds > 0:
                 parts: tl.constexpr = (V + BW - 1) // BW
                 for i_w in range((BV + BW - 1) // BW):
                     part = tl.minimum(i_v * BV // BW + i_w, parts - 1)
-                    await_number(ready, table, i_b, H + i_h * parts + part, B)
-        b_s, scale = load_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BV, BK, FORMAT)
-        read_tile(
-            b_s, scale, ring, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP, BT, BV, BK,
-            BJ,
-        )  # fmt: skip
+                    await_number(ready, slot, number, H + i_h * parts + part)
+        codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
+        if T > 1:
+            read_tokens(
+                codes, blocks, rows, ring, slot, number, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G,
+                N, V, K, R, P, BR, BT, BV, BK, BJ, FORMAT,
+            )  # fmt: skip
+        else:
+            read_tile(
+                codes, blocks, rows, ring, slot, number, table, ready, t, c, ends, y, skip, gate, i_b, i_h, i_v, B, H,
+                G, N, V, K, R, P, BP, BT, BV, BK, BJ, FORMAT,
+            )  # fmt: skip
     if PDL:
         if (i_b == B - 1) & (i_h == H - 1) & (i_v == tl.num_programs(0) - 1):
             gdc_wait()
@@ -429,10 +695,10 @@ def read_kernel(
 
 @triton.jit
 def decode_kernel(
-    planes, key, inputs, ring, weights, table, parent, kin, t, c, y, skip, gate,
+    planes, key, inputs, ring, weights, table, parent, kin, q, t, c, ends, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
-    BF: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr,
+    R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr,
     FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Carry, flush and read in one launch, for small batches: grid (V / BV, H, B), arguments as in all three.
@@ -455,15 +721,29 @@ def decode_kernel(
                         FORMAT, STEP,
                     )  # fmt: skip
                 tl.debug_barrier()  # for other threads of this program
-        b_s, scale = load_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BV, BK, FORMAT)
-        CARRY(
-            inputs, ring, weights, table, parent, kin, t, c, i_b, i_h // J, i_h % J, i_h * V + i_v * BV,
-            tl.minimum(BV, V - i_v * BV), B, T, H, G, V, K, R, L, W, BR, BK, 1, BV, CHANNEL, GATES,
-        )  # fmt: skip
+        codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
+        from_c, count = i_h * V + i_v * BV, tl.minimum(BV, V - i_v * BV)
+        if T > 1:
+            CARRY(
+                inputs, ring, weights, table, parent, kin, q, t, c, i_b, i_h // J, i_h % J, from_c, count, B,
+                T, H, G, V, K, R, L, W, P, BP, BT, BK, 1, BV, CHANNEL, GATES,
+            )  # fmt: skip
+        else:
+            CARRY(
+                inputs, ring, weights, table, t, c, ends, i_b, i_h // J, i_h % J, from_c, count, B,
+                H, G, V, K, R, L, W, P, BP, BK, 1, BV, CHANNEL, GATES,
+            )  # fmt: skip
         tl.debug_barrier()  # t, c and v are in memory, for other threads of this program
-        read_tile(
-            b_s, scale, ring, table, None, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V, K, R, BP, BT, BV, BK, 1
-        )
+        if T > 1:
+            read_tokens(
+                codes, blocks, rows, ring, slot, 0, table, None, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V,
+                K, R, P, BR, BT, BV, BK, 1, FORMAT,
+            )  # fmt: skip
+        else:
+            read_tile(
+                codes, blocks, rows, ring, slot, 0, table, None, t, c, ends, y, skip, gate, i_b, i_h, i_v, B, H, G, N,
+                V, K, R, P, BP, BT, BV, BK, 1, FORMAT,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -551,25 +831,48 @@ class Launch(NamedTuple):
     flush_programs: int
 
 
-def launch(recurrence: Any, geometry: Any, format: str, rows: int) -> Launch:
-    """Launch choices for plain decoding, found on an NVIDIA H200 (docs/log.md, 2026-11-30).
+def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) -> Launch:
+    """Launch choices, found on an NVIDIA H200 (docs/log.md, 2026-11-30).
 
+    Those of several tokens, and those of the read apart, come from machine code (registers, bytes, instructions: the
+    same log), not from a GPU.
     What decides the order of a sum is one choice for every number of rows, so a row's result does not depend on how
     many there are, but for one launch against three.
     """
     H, G, V, _ = geometry
-    most, scaled = triton.next_power_of_2(V), needs_whole_rows(format)
-    return Launch(
-        together=in_one_launch(rows, H),
+    most, scaled, heads = triton.next_power_of_2(V), needs_whole_rows(format), triton.next_power_of_2(H // G)
+    together, bits = in_one_launch(rows, H), formats.get(format).reads.bits
+    # apart, instructions decide: with many rows of V to a warp, addresses and sums are worked out seldom
+    if together or format == "fp16":
+        read_v = 16 if not scaled and (format == "fp32" or recurrence.channel_gate) else 32
+        read_warps = 4 if scaled else 2
+    elif bits <= 8:
+        read_v, read_warps = 64 if bits == 4 and V % 64 == 0 else 32, 1
+    elif in_bf16(format):
+        read_v = next(v for v in (64, 32, 16) if V % v == 0 or v == 16)
+        read_warps = max(1, read_v // 32)
+    else:
+        read_v, read_warps = 16, 1
+    one = Launch(
+        together=together,
         fold_v=min(most, 8 if scaled else 16),
-        carry_heads=1 if recurrence.delta else min(8, triton.next_power_of_2(H // G)),
+        carry_heads=1 if recurrence.delta else min(8, heads),
         carry_warps=1 if recurrence.delta else 2,
         carry_programs=8,
-        read_v=min(most, 16 if not scaled and (format == "fp32" or recurrence.channel_gate) else 32),
-        read_warps=4 if scaled else 2,
+        read_v=min(most, read_v),
+        read_warps=read_warps,
         flush_v=min(most, 16),
         flush_warps=4 if scaled else 2 if recurrence.channel_gate and format != "fp32" else 1,
         flush_programs=4,
+    )
+    if tokens == 1:
+        return one
+    wide = 64 if V % 64 == 0 else 32
+    return one._replace(
+        carry_heads=min(2, H // G) if recurrence.delta else one.carry_heads,
+        read_v=min(most, 16 if one.together else wide),
+        read_warps=1 if one.together else wide // 16,
+        flush_programs=8,
     )
 
 
@@ -602,6 +905,15 @@ def field(x: Tensor) -> Field:
     return Field(x, x.stride(0), x.stride(1))
 
 
+def tiles(window: int, tokens: int, dtype: torch.dtype) -> dict[str, int]:
+    """Tiles of records before a step and of tokens (of parts, if there is one), and parts that make outputs exact."""
+    P = 3 if dtype == torch.float32 else 2
+    past = max(16, triton.next_power_of_2(window))
+    if tokens == 1:
+        return {"P": triton.next_power_of_2(P), "BP": past, "BT": 8}
+    return {"P": P, "BP": past, "BT": max(8, triton.next_power_of_2(tokens))}
+
+
 def decode(
     recurrence: Any, geometry: Any, window: int, layer: LayerState, step: DeviceStep, inputs: Inputs,
     weights: LayerWeights, skip: Tensor | None, gate: Tensor | None, y: Tensor,
@@ -619,22 +931,33 @@ def decode(
         return y
     R, module = layer.ring.w.shape[2], recurrence.kernel()
     N = H if recurrence.delta else G
-    t = torch.empty(B, N, T, K, dtype=torch.float32, device=device)
-    c = torch.empty(B, H, T, 1 + R, dtype=torch.float32, device=device)
+    tile = tiles(window, T, y.dtype)
+    q = ends = None
+    if T > 1:
+        q = torch.empty(B, G, T, K, dtype=y.dtype, device=device)
+        t = torch.empty(B, N, tile["P"], T, K, dtype=torch.bfloat16, device=device)
+        c = torch.empty(B, H, T, 1 + R, dtype=torch.float32, device=device)
+    else:
+        if in_bf16(layer.format.name):
+            t = torch.empty(B, N, K, tile["P"], dtype=torch.bfloat16, device=device)
+        else:
+            t = torch.empty(B, N, K, dtype=torch.float32, device=device)
+        c = torch.empty(B, H, tile["BP"], tile["P"], dtype=torch.bfloat16, device=device)
+        ends = torch.empty(B, H, 2, dtype=torch.float32, device=device)
     checkpoint, ring, table, format = planes(layer.checkpoint), pools(layer), step.table, layer.format.name
-    chosen = launch(recurrence, geometry, format, B)
+    chosen = launch(recurrence, geometry, format, B, T)
     beside = folds_beside(R, window)
     if not beside:
         # as many tokens as records may wait: those are folded first, to make room
         start = (table[1] - table[4]) % R
         _launch_fold(recurrence, layer, table[0], start, table[4], table[8], layer.checkpoint, format)
     sizes = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K)}
-    carrying = sizes | {
+    carrying = sizes | tile | {
         "T": T, "L": layer.conv.shape[1], "W": 1 if weights.conv_weight is None else weights.conv_weight.shape[1],
-        "BR": triton.next_power_of_2(window + T - 1), "CHANNEL": recurrence.channel_gate, "CARRY": module.carry,
+        "CHANNEL": recurrence.channel_gate, "CARRY": module.carry if T == 1 else module.carry_tokens,
         "GATES": module.gates,
     }  # fmt: skip
-    reading = sizes | {"T": T, "N": N, "BP": triton.next_power_of_2(window), "BT": triton.next_power_of_2(T)}
+    reading = sizes | tile | {"T": T, "N": N, "BR": max(16, triton.next_power_of_2(window + T))}
     flushing = sizes | {
         "CHANNEL": recurrence.channel_gate, "DELTA": recurrence.delta, "FORMAT": format,
         "STEP": module.step if beside else None,
@@ -645,7 +968,7 @@ def decode(
     grid = (triton.cdiv(V, chosen.read_v), H, B)
     if chosen.together:
         decode_kernel[grid](
-            checkpoint, layer.key, inputs, ring, weights, table, step.parent, step.kin, t, c, *outputs,
+            checkpoint, layer.key, inputs, ring, weights, table, step.parent, step.kin, q, t, c, ends, *outputs,
             **(carrying | reading | flushing), BV=chosen.read_v, BF=chosen.fold_v,
             num_warps=chosen.read_warps,
         )  # fmt: skip
@@ -660,12 +983,12 @@ def decode(
             num_warps=chosen.flush_warps,
         )  # fmt: skip
     carry_kernel[(min(units, chosen.carry_programs * processors(device)) if PDL else units,)](
-        inputs, ring, weights, table, ready, step.parent, step.kin, t, c, B,
+        inputs, ring, weights, table, ready, step.parent, step.kin, q, t, c, ends, B,
         **carrying, **(after if beside else {"PDL": PDL}), BJ=chosen.carry_heads,
         BC=triton.next_power_of_2(chosen.carry_heads * V), num_warps=chosen.carry_warps,
     )  # fmt: skip
     read_kernel[grid](
-        checkpoint, ring, table, ready, t, c, *outputs, **reading, **after, FORMAT=format, BV=chosen.read_v,
+        checkpoint, ring, table, ready, t, c, ends, *outputs, **reading, **after, FORMAT=format, BV=chosen.read_v,
         BJ=chosen.carry_heads, BW=chosen.flush_v if beside else None, num_warps=chosen.read_warps,
     )  # fmt: skip
     return y

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.ring import Cursors, DeviceStep, Sizes, ancestors
+from replayssm.ring import Cursors, DeviceStep, Records, Sizes
 
 BLOCK = 128
+BLOCK_ELEMENTS = 1024
 # Rows of the cursor tensor [9, S], by their names in Cursors
 RING_START, COMMITTED, PENDING, FLUSH_AT, CONV_END, REACH, LIVE, CLAMPED, FLUSHES = map(
     tl.constexpr, range(len(Cursors._fields))
@@ -124,6 +125,75 @@ def commit_kernel(cursors, table, counts, S, B, CONV: tl.constexpr, BLOCK: tl.co
     tl.store(p + PENDING * S, 0 * n, mask=active)
 
 
+@triton.jit
+def ancestors_kernel(parent, tree, kin, T: tl.constexpr, BT: tl.constexpr):
+    """parent [B, T] with what does not come before its child as -1, and kin [B, T, T] of it; one program per row."""
+    row, o_t = tl.program_id(0).to(tl.int64), tl.arange(0, BT)
+    m = o_t < T
+    for i in range(T):
+        above = tl.load(parent + row * T + i).to(tl.int32)
+        above = tl.where((above >= 0) & (above < i), above, -1)
+        tl.store(tree + row * T + i, above)
+        # a thread reads only what it wrote itself
+        b_kin = tl.load(kin + (row * T + above) * T + o_t, mask=m & (above >= 0), other=0)
+        tl.store(kin + (row * T + i) * T + o_t, tl.where(o_t == i, 1, b_kin), mask=m)
+
+
+@triton.jit
+def move(
+    pool, path, row, first, inside, i, OUTER: tl.constexpr, R: tl.constexpr, INNER: tl.constexpr, P: tl.constexpr,
+    T: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """In a slot's [OUTER, R, INNER], what lies at place first + path[p] comes to first + p: block i of all elements.
+
+    A path's nodes come later than their depth, so nothing is written over before it has moved.
+    """
+    o_e = i * BLOCK + tl.arange(0, BLOCK)
+    m = (o_e < OUTER * INNER) & inside
+    p_e = pool + o_e // INNER * (R * INNER) + o_e % INNER
+    for p in range(P):
+        node = tl.load(path + row * P + p)
+        moves = m & (node > p) & (node < T)
+        b_e = tl.load(p_e + (first + node) % R * INNER, mask=moves, other=0)
+        tl.store(p_e + (first + p) % R * INNER, b_e, mask=moves)
+
+
+@triton.jit
+def compact_kernel(
+    k, v, g, w, norm, conv, table, path, B,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
+    L: tl.constexpr, C: tl.constexpr, P: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Records and convolution inputs of a path [B, P] move behind the committed ones; pools as (tensor, slot stride).
+
+    Grid (B, blocks of BLOCK elements of all pools, one after the other).
+    """
+    i_b, i = tl.program_id(0), tl.program_id(1)
+    slot, row = tl.load(table + i_b).to(tl.int64), i_b.to(tl.int64)
+    inside = slot >= 0
+    first = tl.load(table + B + i_b) + tl.load(table + 2 * B + i_b)
+    end = tl.load(table + 5 * B + i_b)
+    slot = tl.maximum(slot, 0)
+    move(k[0] + slot * k[1], path, row, first, inside, i, G, R, K, P, T, BLOCK)
+    i -= (G * K + BLOCK - 1) // BLOCK
+    if i >= 0:
+        move(v[0] + slot * v[1], path, row, first, inside, i, H, R, V, P, T, BLOCK)
+    i -= (H * V + BLOCK - 1) // BLOCK
+    if i >= 0:
+        move(g[0] + slot * g[1], path, row, first, inside, i, H, R, E, P, T, BLOCK)
+    i -= (H * E + BLOCK - 1) // BLOCK
+    if i >= 0:
+        move(w[0] + slot * w[1], path, row, first, inside, i, H, R, 1, P, T, BLOCK)
+    i -= (H + BLOCK - 1) // BLOCK
+    if NORM:
+        if i >= 0:
+            move(norm[0] + slot * norm[1], path, row, first, inside, i, G, R, 1, P, T, BLOCK)
+        i -= (G + BLOCK - 1) // BLOCK
+    if C > 0:
+        if i >= 0:
+            move(conv[0] + slot * conv[1], path, row, end, inside, i, 1, L, C, P, T, BLOCK)
+
+
 def begin(
     cursors: Tensor, clock: Tensor, sizes: Sizes, given: Tensor, lengths: Tensor | None, accepted: Tensor | None,
     tokens: int,
@@ -151,10 +221,30 @@ def commit(cursors: Tensor, sizes: Sizes, table: Tensor, counts: Tensor | None) 
         )  # fmt: skip
 
 
+def compact(records: Records, conv: Tensor, table: Tensor, path: Tensor, tokens: int) -> None:
+    """Records of a layer that lie on a path [rows, P] of the step's tree move behind those that are committed."""
+    rows, P = path.shape
+    (_, G, R, K), (_, H, _, V), E = records.k.shape, records.v.shape, records.g.shape[3]
+    L, C = conv.shape[1:]
+    NORM = records.norm.numel() > 0
+    blocks = sum(triton.cdiv(n, BLOCK_ELEMENTS) for n in (G * K, H * V, H * E, H, G * NORM, C))
+    if rows:
+        pools = [(pool, pool.stride(0)) for pool in (*records[:5], conv)]
+        compact_kernel[(rows, blocks)](
+            *pools, table, path, rows,
+            H=H, G=G, V=V, K=K, E=E, R=R, L=max(L, 1), C=C if L else 0, P=P, T=tokens, BLOCK=BLOCK_ELEMENTS, NORM=NORM,
+        )  # fmt: skip
+
+
 def step(table: Tensor, tokens: int, parent: Tensor | None) -> DeviceStep:
     """A step with its tree, parent [rows, T] or None; a parent that does not come before its child is a root."""
     rows = table.shape[1]
     if parent is None:
         return DeviceStep(rows, tokens, table, None, None)
-    parent = torch.where(parent < torch.arange(tokens, device=parent.device), parent.clamp(min=-1), -1)
-    return DeviceStep(rows, tokens, table, parent.to(torch.int32), ancestors(parent).to(torch.int8))
+    tree = torch.empty(rows, tokens, dtype=torch.int32, device=parent.device)
+    kin = torch.empty(rows, tokens, tokens, dtype=torch.int8, device=parent.device)
+    if rows:
+        ancestors_kernel[(rows,)](
+            parent.contiguous(), tree, kin, T=tokens, BT=triton.next_power_of_2(tokens), num_warps=1
+        )
+    return DeviceStep(rows, tokens, table, tree, kin)

@@ -297,7 +297,7 @@ class _Layer(MambaBase):
         if self.replay is None:
             super().bind_kv_cache(kv_cache)
         else:
-            self.kv_cache = (kv_cache.squeeze((1, 2)).view(torch.uint8),)
+            self.kv_cache: tuple[Tensor, ...] = (kv_cache.squeeze((1, 2)).view(torch.uint8),)
 
     def get_attn_backend(self) -> Any:
         return super().get_attn_backend() if self.replay is None else self.replay.backend
@@ -402,8 +402,8 @@ class _DeltaNet(_Layer):
     def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> Any:
         step = self.replay_step()
         if step is None:
-            return super()._forward_core(mixed_qkv, b, a, core_attn_out)  # type: ignore[misc]
-        own = super()._forward_core  # type: ignore[misc]
+            return super()._forward_core(mixed_qkv, b, a, core_attn_out)
+        own = super()._forward_core
         self.replay_rows(step, own, mixed_qkv, a, b, core_attn_out, (mixed_qkv, b, a))
 
 
@@ -427,6 +427,8 @@ class _First(torch.nn.Module):
 
 
 class ReplayKimiDeltaNet(_Layer, KimiGatedDeltaNetAttention):
+    o_norm: Any
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         geometry = Geometry(self.local_num_heads, self.local_num_heads, self.head_dim, self.head_dim)

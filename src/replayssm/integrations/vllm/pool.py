@@ -69,7 +69,7 @@ class Pool:
             max_tokens=max_tokens, format=settings.format, dtype=first.dtype, conv=first.conv, seed=settings.seed,
             device=first.page.device, pages=[layer.page for layer in layers], implementation="triton",
         )  # fmt: skip
-        self.pages = [layer.page for layer in layers]
+        self.pages, self._conv = [layer.page for layer in layers], first.conv
         self._skips = [getattr(layer.weights, "D", None) for layer in layers]
         self._weights = [_kernel_weights(layer.weights) for layer in layers]
         self._step: Any = None
@@ -85,16 +85,17 @@ class Pool:
         B, T = len(rows.slots), rows.tokens
         if layer == 0:
             self._step = self.cache.begin(rows.slots, rows.lengths, T, accepted=rows.accepted)
-        given = (x, raw_g, raw_w)
         if rows.gather is None:
-            x_, g_, w_ = (None if part is None else part[: B * T].unflatten(0, (B, T)) for part in given)
             y = out[: B * T].unflatten(0, (B, T))
+            x, raw_w = x[: B * T].unflatten(0, (B, T)), raw_w[: B * T].unflatten(0, (B, T))
+            raw_g = None if raw_g is None else raw_g[: B * T].unflatten(0, (B, T))
         else:
-            x_, g_, w_ = (None if part is None else part[rows.gather] for part in given)
             y = out.new_empty(B, T, *out.shape[1:])
+            x, raw_w = x[rows.gather], raw_w[rows.gather]
+            raw_g = None if raw_g is None else raw_g[rows.gather]
         kernels.decode_raw(
-            self.cache.recurrence, self.cache.geometry, self.cache.window, self.cache.layers[layer], self._step, x_, g_,
-            w_, self._weights[layer], self._skips[layer], None, y,
+            self.cache.recurrence, self.cache.geometry, self.cache.window, self.cache.layers[layer], self._step, x,
+            raw_g, raw_w, self._weights[layer], self._skips[layer], None, y,
         )  # fmt: skip
         if rows.answers is not None:
             out[rows.answers] = y.flatten(0, 1)[rows.places]
@@ -111,21 +112,24 @@ class Pool:
         """
         if layer == 0:
             self._prefill = self.cache.begin_prefill(slots, accepted)
-        H, _, V, K = self.cache.geometry
-        C, W = self.cache.conv
+        assert self._prefill is not None
         if anew:
-            device = self.cache.device
-            return torch.empty(len(slots), H, V, K, device=device), torch.empty(
-                len(slots), C, W - 1, dtype=self.cache.dtype, device=device
+            n, (H, _, V, K), device = len(slots), self.cache.geometry, self.cache.device
+            state = torch.empty(n, H, V, K, device=device)
+            return state, torch.empty(
+                n, self._conv.channels, self._conv.width - 1, dtype=self.cache.dtype, device=device
             )
-        return self.cache.prefill_state(layer, self._prefill)
+        state, window = self.cache.prefill_state(layer, self._prefill)
+        assert window is not None
+        return state, window
 
     def after_prefill(self, layer: int, state: Tensor, window: Tensor) -> None:
         """What the engine's own prefill ended with, in the same form."""
+        assert self._prefill is not None
         self.cache.end_prefill(layer, self._prefill, state, window)
 
 
 def _kernel_weights(weights: Any) -> kernels.LayerWeights:
     conv_weight, conv_bias, A_log, dt_bias, scale, low, high = recurrences.constants(weights)
     by_tap = conv_weight.t().contiguous().t()
-    return kernels.LayerWeights(by_tap, *by_tap.stride(), conv_bias, A_log, dt_bias, scale, low, high)
+    return kernels.LayerWeights(by_tap, by_tap.stride(0), by_tap.stride(1), conv_bias, A_log, dt_bias, scale, low, high)

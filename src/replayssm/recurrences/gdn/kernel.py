@@ -7,7 +7,19 @@ a time (docs/log.md). So nothing here needs the ring's `back`.
 import triton
 import triton.language as tl
 
-from replayssm.kernels import append, channels, expm1, keep, load_row, sigmoid, softplus
+from replayssm.kernels import (
+    append,
+    append_tokens,
+    channels,
+    expm1,
+    keep,
+    load_row,
+    sigmoid,
+    softplus,
+    store_columns,
+    store_parts,
+    store_query,
+)
 
 
 @triton.jit
@@ -24,14 +36,14 @@ def gates(inputs, weights, row, i, i_h, o_k, m_k, K: tl.constexpr):
 
 @triton.jit
 def carry(
-    inputs, ring, weights, table, parent, kin, t, c, i_b, i_g, i_j, from_c, count, B,
-    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    L: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr,
-    CHANNEL: tl.constexpr, GATES: tl.constexpr,
+    inputs, ring, weights, table, t, c, ends, i_b, i_g, i_j, from_c, count, B,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
+    BC: tl.constexpr, CHANNEL: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
     """c_j = w_j (k_j . t), t <- a_j (t - c_j k_j), from the newest record to the oldest; c_0 = 1.
 
-    For one head (BJ is 1), t [B, H, T, K]; arguments as in mamba2. A gate per record, or (CHANNEL, kda) one per key
+    For one head (BJ is 1), t of N = H heads; arguments as in mamba2. A gate per record, or (CHANNEL, kda) one per key
     channel. The next record is on its way while the present one is applied.
     """
     E: tl.constexpr = K if CHANNEL else 1
@@ -40,7 +52,7 @@ def carry(
     V_FIRST: tl.constexpr = 2 * G * K
     slot, first, before, length, end, row = load_row(table, i_b, B)
     i_h = i_g * (H // G) + i_j
-    o_k, o_r = tl.arange(0, BK), tl.arange(0, BR)
+    o_k, o_p = tl.arange(0, BK), tl.arange(0, BP)
     o_x, o_c = i_g * K + o_k, from_c + tl.arange(0, BC)
     m_k, m_c = o_k < K, tl.arange(0, BC) < count
     m_e = m_k if CHANNEL else length > 0
@@ -48,81 +60,152 @@ def carry(
     p_norm = ring.norm.data + slot * ring.norm.slot + i_g * R
     p_g = ring.g.data + slot * ring.g.slot + i_h * R * E + (o_k if CHANNEL else 0)
     p_w = ring.w.data + slot * ring.w.slot + i_h * R
-    # (1) several tokens' own records
-    if T > 1:
-        for i in range(T):
-            m, own = i < length, (first + before + i) % R
-            b_k, b_xk = channels(
-                inputs.k, ring.conv, weights, parent, row, i, slot, end, o_x, m_k & m, K_FIRST, C, L, W, T
-            )
-            b_v, b_xv = channels(
-                inputs.v, ring.conv, weights, parent, row, i, slot, end, o_c, m_c & m, V_FIRST, C, L, W, T
-            )
-            b_g, weight = GATES(inputs, weights, row, i, i_h, o_k, m_k, K)
-            append(
-                ring, weights, slot, end, i, own, i_g, o_k, o_c, b_k, b_xk, b_v, b_xv, m_k & m, m_c & m,
-                K_FIRST, V_FIRST, C, L, V, K, R,
-            )  # fmt: skip
-            tl.store(p_norm + own, 1 / tl.sqrt(tl.sum(b_k * b_k, 0) + 1e-6), mask=m)
-            tl.store(p_g + own * E, b_g, mask=m_e & m)
-            tl.store(p_w + own, weight, mask=m)
-        tl.debug_barrier()
-    for i in range(T):
-        m, own = i < length, (first + before + i) % R
-        place, more = (own + R - 1) % R, before + i > 0
+    m, own = length > 0, (first + before) % R
+    place, more = (own + R - 1) % R, before > 0
+    b_next = tl.load(p_k + place * K, mask=m_k & more, other=0.0)
+    next_norm, next_w = tl.load(p_norm + place, mask=more, other=0.0), tl.load(p_w + place, mask=more, other=0.0)
+    b_next_g = tl.load(p_g + place * E, mask=m_e & more, other=0.0)
+    b_q, b_xq = channels(inputs.q, ring.conv, weights, None, row, 0, slot, end, o_x, m_k & m, 0, C, L, W, 1)
+    b_k, b_xk = channels(inputs.k, ring.conv, weights, None, row, 0, slot, end, o_x, m_k, K_FIRST, C, L, W, 1)
+    b_v, b_xv = channels(inputs.v, ring.conv, weights, None, row, 0, slot, end, o_c, m_c, V_FIRST, C, L, W, 1)
+    b_g, weight = GATES(inputs, weights, row, 0, i_h, o_k, m_k, K)
+    norm = 1 / tl.sqrt(tl.sum(b_k * b_k, 0) + 1e-6)
+    own_k, own_g, own_w = b_k, b_g, weight
+    b_q *= 1 / tl.sqrt((tl.sum(b_q * b_q, 0) + 1e-6) * K)
+    # (1) the token's own record
+    b_k *= norm
+    own_c = weight * tl.sum(b_k * b_q, 0)
+    b_t = tl.exp(b_g) * (b_q - own_c * b_k)
+    b_c = tl.zeros([BP], tl.float32)
+    # (2) all records before it
+    age = before - 1
+    while age >= 0:
+        b_k, b_g, weight = b_next.to(tl.float32) * next_norm, b_next_g, next_w
+        place = (place + R - 1) % R
+        more = age > 0
         b_next = tl.load(p_k + place * K, mask=m_k & more, other=0.0)
-        next_norm, next_w = tl.load(p_norm + place, mask=more, other=0.0), tl.load(p_w + place, mask=more, other=0.0)
+        next_norm = tl.load(p_norm + place, mask=more, other=0.0)
+        next_w = tl.load(p_w + place, mask=more, other=0.0)
         b_next_g = tl.load(p_g + place * E, mask=m_e & more, other=0.0)
-        b_q, b_xq = channels(inputs.q, ring.conv, weights, parent, row, i, slot, end, o_x, m_k & m, 0, C, L, W, T)
-        if T > 1:
-            b_k = tl.load(p_k + own * K, mask=m_k & m, other=0.0).to(tl.float32)
-            norm = tl.load(p_norm + own, mask=m, other=0.0)
-            b_g, weight = tl.load(p_g + own * E, mask=m_e & m, other=0.0), tl.load(p_w + own, mask=m, other=0.0)
-        else:
-            b_k, b_xk = channels(inputs.k, ring.conv, weights, parent, row, i, slot, end, o_x, m_k, K_FIRST, C, L, W, T)
-            b_v, b_xv = channels(inputs.v, ring.conv, weights, parent, row, i, slot, end, o_c, m_c, V_FIRST, C, L, W, T)
-            b_g, weight = GATES(inputs, weights, row, i, i_h, o_k, m_k, K)
-            norm = 1 / tl.sqrt(tl.sum(b_k * b_k, 0) + 1e-6)
-        own_k, own_g, own_w = b_k, b_g, weight
-        b_q *= 1 / tl.sqrt((tl.sum(b_q * b_q, 0) + 1e-6) * K)
-        # (2) the token's own record
-        b_k *= norm
-        own_c = weight * tl.sum(b_k * b_q, 0)
-        b_t = tl.exp(b_g) * (b_q - own_c * b_k)
-        b_c = tl.zeros([BR], tl.float32)
-        # (3) all records before it; of a tree, those that it sees
-        age = before + i - 1
+        c_j = weight * tl.sum(b_k * b_t, 0)
+        b_t = tl.exp(b_g) * (b_t - c_j * b_k)
+        b_c = tl.where(o_p == age, c_j, b_c)
+        age -= 1
+    store_columns(c + ((row * H + i_h) * BP + o_p) * P, b_c, o_p < BP, P)
+    p_ends = ends + (row * H + i_h) * 2
+    tl.store(p_ends, 1.0)
+    tl.store(p_ends + 1, own_c)
+    store_query(t, row * H + i_h, o_k, b_t, m_k, K, P)
+    keep(ring.conv, weights, slot, end, 0, o_x, b_xq, m_k & m, 0, C, L)
+    append(
+        ring, weights, slot, end, 0, own, i_g, o_k, o_c, own_k, b_xk, b_v, b_xv, m_k, m_c, K_FIRST, V_FIRST, C, L, V,
+        K, R,
+    )  # fmt: skip
+    tl.store(p_norm + own, norm)
+    tl.store(p_g + own * E, own_g, mask=m_e)
+    tl.store(p_w + own, own_w)
+
+
+@triton.jit
+def carry_tokens(
+    inputs, ring, weights, table, parent, kin, q, t, c, i_b, i_g, i_j, from_c, count, B,
+    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BJ: tl.constexpr, BC: tl.constexpr, CHANNEL: tl.constexpr, GATES: tl.constexpr,
+):  # fmt: skip
+    """carry of several tokens at once, of BJ heads one after the other: all queries [BT, BK] walk together.
+
+    Four records are on their way at a time. A query passes by the records of tokens that it does not see.
+    """
+    J: tl.constexpr = H // G
+    E: tl.constexpr = K if CHANNEL else 1
+    slot, first, before, length, end, row = load_row(table, i_b, B)
+    o_k, o_t = tl.arange(0, BK), tl.arange(0, BT)
+    i_t, m_k, m_t = tl.minimum(o_t, T - 1), o_k < K, o_t < length
+    own, i_x, m_w, m_x = (first + before + o_t) % R, i_t[:, None], m_k[None, :], m_k[None, :] & (o_t < T)[:, None]
+    m_e = m_k if CHANNEL else length > 0
+    p_k = ring.k.data + slot * ring.k.slot + i_g * R * K + o_k
+    p_norm = ring.norm.data + slot * ring.norm.slot + i_g * R
+    # (1) the tokens' own records
+    append_tokens(
+        inputs, ring, weights, parent, q, row, slot, end, first + before, length, i_g, from_c, count,
+        T, H, G, V, K, R, L, W, BK, BC, 0, G * K, 2 * G * K, True,
+    )  # fmt: skip
+    for j in range(tl.minimum(BJ, J - i_j * BJ) if BJ > 1 else 1):
+        i_h = i_g * J + i_j * BJ + j
+        p_g = ring.g.data + slot * ring.g.slot + i_h * R * E + (o_k if CHANNEL else 0)
+        p_w = ring.w.data + slot * ring.w.slot + i_h * R
+        b_g, beta = GATES(inputs, weights, row, i_x, i_h, o_k[None, :], m_w, K)
+        p_own = p_g[None, :] if CHANNEL else p_g
+        tl.store(p_own + own[:, None] * E, b_g, mask=m_t[:, None] & (m_w if CHANNEL else length > 0))
+        tl.store(p_w + own[:, None], beta, mask=m_t[:, None])
+        tl.debug_barrier()  # the records are in memory, for other threads of this program
+        # (2) all records, the newest first: the tokens' own, then those before them
+        p_c = c + (row * H + i_h) * (T * (1 + R)) + o_t * (1 + R)
+        tl.store(p_c, tl.full([BT], 1.0, tl.float32), mask=o_t < T)
+        b_t = tl.load(q + ((row * G + i_g) * T + o_t[:, None]) * K + o_k, mask=m_x, other=0.0).to(tl.float32)
+        b_t *= (1 / tl.sqrt((tl.sum(b_t * b_t, 1) + 1e-6) * K))[:, None]
+        b_sum = tl.zeros([BT], tl.float32)
+        age = length - 1
         while age >= 0:
-            b_k, b_g, weight = b_next.to(tl.float32) * next_norm, b_next_g, next_w
-            if kin is not None:
-                seen = tl.load(kin + (row * T + i) * T + age - before, mask=age >= before, other=1) != 0
-                weight = tl.where(seen, weight, 0.0)
-                b_g = tl.where(seen, b_g, 0.0)
-                b_k = tl.where(seen, b_k, 0.0)
-            place = (place + R - 1) % R
-            more = age > 0
-            b_next = tl.load(p_k + place * K, mask=m_k & more, other=0.0)
-            next_norm = tl.load(p_norm + place, mask=more, other=0.0)
-            next_w = tl.load(p_w + place, mask=more, other=0.0)
-            b_next_g = tl.load(p_g + place * E, mask=m_e & more, other=0.0)
-            c_j = weight * tl.sum(b_k * b_t, 0)
-            b_t = tl.exp(b_g) * (b_t - c_j * b_k)
-            b_c = tl.where(o_r == age, c_j, b_c)
-            age -= 1
-        p_c = c + ((row * H + i_h) * T + i) * (1 + R)
-        tl.store(p_c, 1.0)
-        tl.store(p_c + 1 + o_r, b_c, mask=(o_r < R) & (o_r != before + i))
-        tl.store(p_c + 1 + before + i, own_c)
-        tl.store(t + ((row * H + i_h) * T + i) * K + o_k, b_t, mask=m_k)
-        keep(ring.conv, weights, slot, end, i, o_x, b_xq, m_k & m, 0, C, L)
-        if T == 1:
-            append(
-                ring, weights, slot, end, i, own, i_g, o_k, o_c, own_k, b_xk, b_v, b_xv, m_k, m_c,
-                K_FIRST, V_FIRST, C, L, V, K, R,
-            )  # fmt: skip
-            tl.store(p_norm + own, norm)
-            tl.store(p_g + own * E, own_g, mask=m_e)
-            tl.store(p_w + own, own_w)
+            four = load_four(p_k, p_norm, p_g, p_w, first + before, age, m_k, m_e, K, R, E)
+            for d in tl.static_range(4):
+                i = tl.maximum(age - d, 0)
+                if kin is not None:
+                    seen = tl.load(kin + (row * T + i_t) * T + i) != 0
+                else:
+                    seen = o_t >= i
+                seen &= age >= d
+                new_t, new_sum, b_c = pass_by(b_t, b_sum, four[d], CHANNEL)
+                b_t, b_sum = tl.where(seen[:, None], new_t, b_t), tl.where(seen, new_sum, b_sum)
+                tl.store(p_c + 1 + before + age - d, tl.where(seen, b_c, 0.0), mask=(o_t < T) & (age >= d))
+            age -= 4
+        age = before - 1
+        while age >= 0:
+            four = load_four(p_k, p_norm, p_g, p_w, first, age, m_k, m_e, K, R, E)
+            for d in tl.static_range(4):
+                b_t, b_sum, b_c = pass_by(b_t, b_sum, four[d], CHANNEL)
+                tl.store(p_c + 1 + age - d, b_c, mask=(o_t < T) & (age >= d))
+            age -= 4
+        b_t *= tl.exp(b_sum)[:, None]
+        p_t = t + (row * H + i_h) * (P * T * K) + o_t[:, None] * K + o_k[None, :]
+        store_parts(p_t, b_t, m_x, T * K, P)
+
+
+@triton.jit
+def pass_by(b_t, b_sum, record, CHANNEL: tl.constexpr):
+    """Queries exp(b_sum) b_t carried over one record, and its weights c [BT]. A gate of one number goes into b_sum."""
+    key, norm, gate, beta = record
+    key = key.to(tl.float32)[None, :] * norm
+    b_c = beta * tl.sum(b_t * key, 1)
+    b_t -= b_c[:, None] * key
+    if CHANNEL:
+        return b_t * tl.exp(gate)[None, :], b_sum, b_c
+    else:
+        return b_t, b_sum + gate, b_c * tl.exp(b_sum)
+
+
+@triton.jit
+def load_four(p_k, p_norm, p_g, p_w, first, age, m_k, m_e, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
+    """Four records from number `age` downwards."""
+    return (
+        load_one(p_k, p_norm, p_g, p_w, first, age, m_k, m_e, K, R, E),
+        load_one(p_k, p_norm, p_g, p_w, first, age - 1, m_k, m_e, K, R, E),
+        load_one(p_k, p_norm, p_g, p_w, first, age - 2, m_k, m_e, K, R, E),
+        load_one(p_k, p_norm, p_g, p_w, first, age - 3, m_k, m_e, K, R, E),
+    )
+
+
+@triton.jit
+def load_one(p_k, p_norm, p_g, p_w, first, age, m_k, m_e, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
+    """k [BK] as stored, 1 / |k|, g (one, or BK) and w of record number `age`: nothing below 0."""
+    place, more = (first + tl.maximum(age, 0)) % R, age >= 0
+    return (
+        tl.load(p_k + place * K, mask=m_k & more, other=0.0),
+        tl.load(p_norm + place, mask=more, other=0.0),
+        tl.load(p_g + place * E, mask=m_e & more, other=0.0),
+        tl.load(p_w + place, mask=more, other=0.0),
+    )
 
 
 @triton.jit

@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 from replayssm.kernels import expm1, sigmoid, softplus
-from replayssm.recurrences.gdn.kernel import carry
+from replayssm.recurrences.gdn.kernel import carry, carry_tokens
 
-__all__ = ["carry", "gates", "step"]
+__all__ = ["carry", "carry_tokens", "gates", "step"]
 
 
 @triton.jit
