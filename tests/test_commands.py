@@ -232,6 +232,22 @@ def test_report_escapes_what_rows_say(tmp_path: Path) -> None:
 def test_bench_passes_on_to_its_programs() -> None:
     assert "kernels" in run("bench", "--help").output
     assert "--launches" in run("bench", "kernels", "--help").output
+    assert "--group" in run("bench", "launches", "--help").output
+
+
+def test_launch_choices_fit_their_geometry() -> None:
+    pytest.importorskip("triton")
+    from replayssm.bench.kernels import CASES
+    from replayssm.bench.launches import GROUPS, allowed
+    from replayssm.kernels import Launch
+
+    for changes in GROUPS.values():
+        assert all(field in Launch._fields for change in changes for field in change)
+    assert allowed("qwen3.5-4b", {"read_v": 128, "read_warps": 4})
+    assert not allowed("mamba2-h64", {"read_v": 128, "read_warps": 4})  # V is 64
+    assert allowed("nano-4b", {"read_v": 128, "read_warps": 4})  # V is 80: one tile of 128
+    assert allowed("mamba2-h64", {"carry_heads": 8}) and not allowed("kimi-linear", {"carry_heads": 2})
+    assert all(any(allowed(case, change) for change in changes) for case in CASES for changes in GROUPS.values())
 
 
 def test_bench_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,12 @@
 
 import typer
 
-from replayssm.bench import cpu, kernels, plot, speculation
+from replayssm.bench import cpu, kernels, launches, plot, speculation
 
 app = typer.Typer(help="Measure, and append rows to results/.", no_args_is_help=True)
 app.command("cpu")(cpu.main)
 app.command("kernels")(kernels.main)
+app.command("launches")(launches.main)
 app.command("speculation")(speculation.main)
 app.command("plot")(plot.main)
 

@@ -1,0 +1,122 @@
+"""GPU: which launch choices are fastest, one field of kernels.Launch after the other: where kernels.launch is from.
+
+    python -m replayssm.bench launches --case mamba2-h64 --format fp32,split16
+
+Steps are those of `bench kernels`: whole windows with their flushes, staggered, cold L2. A choice is kept where it is
+faster by half a percent; then the next group of fields is tried on top of it. Nothing is checked here: `bench kernels`
+checks what it measures.
+"""
+
+import time
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+from unittest import mock
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from replayssm import formats as storage
+from replayssm import kernels
+from replayssm.bench import append_rows, replay
+from replayssm.bench.kernels import CASES, Steps, _Ours, stack
+from replayssm.compare import provenance
+
+GROUPS: dict[str, list[dict[str, int]]] = {
+    "read": [
+        {"read_v": v, "read_warps": warps}
+        for v, warps in ((16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 1), (64, 2), (64, 4), (128, 4))
+    ],
+    "flush": [
+        {"flush_v": v, "flush_warps": warps, "flush_programs": n}
+        for v, warps in ((16, 1), (16, 2), (16, 4), (32, 2))
+        for n in (2, 4, 8)
+    ],
+    "carry": [{"carry_programs": n} for n in (2, 4, 6, 12, 16)],
+    "heads": [{"carry_heads": heads, "carry_warps": warps} for heads in (1, 2, 4, 8) for warps in (1, 2, 4)],
+}
+
+
+def main(
+    case: Annotated[list[str], typer.Option(help=f"Of {', '.join(CASES)}.")] = list(CASES),  # noqa: B006
+    batch: Annotated[str, typer.Option(help="Rows, several with commas.")] = "256",
+    formats: Annotated[str, typer.Option("--format", help="Storage formats, several with commas.")] = "fp32,split16",
+    window: Annotated[int, typer.Option(help="Committed records that may wait.")] = 16,
+    tokens: Annotated[int, typer.Option(help="Of a row and step: 1, or 1 + drafts.")] = 1,
+    accepted: Annotated[float, typer.Option(help="How many of a step's tokens count on average.")] = 1.0,
+    group: Annotated[list[str], typer.Option(help=f"Of {', '.join(GROUPS)}.")] = list(GROUPS),  # noqa: B006
+    commit: Annotated[str | None, typer.Option(help="The commit that runs, where there is no git.")] = None,
+    seconds: Annotated[float, typer.Option(help="Start nothing more after so long.")] = 3600.0,
+    only_compile: Annotated[
+        str | None, typer.Option(help="I/N: compile every N-th choice from the I-th, measure nothing.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Rows are appended here.")] = Path("results/launches.jsonl"),
+) -> None:
+    """Times of launch choices on a GPU."""
+    steps, started = Steps(window, tokens, accepted), time.monotonic()
+    cells = [(name, int(rows), fmt) for name in case for rows in batch.split(",") for fmt in formats.split(",")]
+    if only_compile:
+        first, every = map(int, only_compile.split("/"))
+        choices = [(cell, change) for cell in cells for name in group for change in ({}, *GROUPS[name])]
+        for cell, change in choices[first::every]:
+            if allowed(cell[0], change):
+                timed(*cell, steps, change, layers=1, compile_only=True)
+        return
+    console = Console(width=120)
+    origin = provenance() | {"gpu": torch.cuda.get_device_name()}
+    if commit:
+        origin |= {"commit": commit, "source_changed": None}
+    for name, rows, fmt in cells:
+        table = Table("change", "us", title=f"{name} B={rows} {fmt}, {tokens} tokens")
+        best: dict[str, Any] = {}
+        least = timed(name, rows, fmt, steps, best)
+        table.add_row("as chosen", f"{least:.1f}")
+        for change in (change for which in group for change in GROUPS[which]):
+            if time.monotonic() - started > seconds or not allowed(name, change):
+                continue
+            us = timed(name, rows, fmt, steps, best | change)
+            row = {
+                "bench": "launches", "case": name, "geometry": {"B": rows} | CASES[name][1]._asdict(), "format": fmt,
+                "tokens": tokens, "window": window, "change": best | change, "us": us, "us_as_chosen": least,
+            }  # fmt: skip
+            append_rows(out, [row], origin)
+            table.add_row(", ".join(f"{field} {value}" for field, value in (best | change).items()), f"{us:.1f}")
+            if us < 0.995 * least:
+                least, best = us, best | change
+        console.print(table)
+        console.print(f"fastest: {best or 'as chosen'}: {least:.1f} us")
+
+
+def allowed(case: str, change: dict[str, int]) -> bool:
+    """Whether a change can be made to this geometry."""
+    recurrence, (H, G, V, _) = CASES[case]
+    most = 1 << (V - 1).bit_length()
+    if max(change.get("read_v", 0), change.get("flush_v", 0)) > most:
+        return False
+    return change.get("carry_heads", 1) <= (H // G if recurrence == "mamba2" else 1)
+
+
+def timed(
+    case: str, rows: int, fmt: str, steps: Steps, change: dict[str, Any], layers: int | None = None,
+    compile_only: bool = False,
+) -> float:  # fmt: skip
+    """Microseconds per layer step with some fields of kernels.Launch changed, where carry, flush and read are apart."""
+    chosen = kernels.launch
+
+    def changed(*arguments: Any) -> kernels.Launch:
+        own = chosen(*arguments)
+        return own if own.together else own._replace(**change)
+
+    with mock.patch.object(kernels, "launch", changed):
+        layers = layers or stack(case, rows, storage.get(fmt).read_bytes(CASES[case][1].K))
+        ours = _Ours(case, rows, fmt, layers, True, steps)
+        if compile_only:
+            ours.step()
+            torch.cuda.synchronize()
+            return 0.0
+        before = None if steps.tokens == 1 else ours.draw
+        times = [us / layers for us in replay(ours.step, 2 * steps.window, 4 * steps.window, before)]
+    torch.cuda.empty_cache()
+    return median(sum(times[i : i + steps.window]) / steps.window for i in range(0, len(times), steps.window))
