@@ -237,10 +237,10 @@ def main(arch: str) -> None:
 def drafts(arch: str, tokens: int) -> None:
     """One line per kernel of several tokens."""
     for name, sizes in SHAPES.items():
-        for what, kernel, types, constants, warps in jobs(name, sizes[0], tokens, False):
+        for what, kernel, types, constants, warps, most in jobs(name, sizes[0], tokens, False):
             if what in ("carry", "read fp32", "read split16", "decode fp32", "flush split16"):
                 target = GPUTarget("cuda", int(arch), 32)
-                print(arch, name, tokens, what, resources(kernel, types, constants, warps, target), flush=True)
+                print(arch, name, tokens, what, resources(kernel, types, constants, warps, target, most), flush=True)
 
 
 if __name__ == "__main__":
