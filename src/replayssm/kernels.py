@@ -805,7 +805,8 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         carry_programs=4 if recurrence.delta else 2,
         read_v=min(most, 16 if one.together else wide),
         read_warps=2 if one.together else wide // 16,
-        flush_programs=6 if at_once else 8,
+        flush_warps=2 if at_once else one.flush_warps,
+        flush_programs=5 if at_once else 8,
         fold_at_once=at_once,
     )
 
