@@ -105,7 +105,7 @@ def test_formats_that_need_fp64_are_refused() -> None:
 
 
 def test_kernels_of_several_tokens_fit_their_registers() -> None:
-    """Nothing spills but a few registers of a carry, once per head."""
+    """No read or flush spills; a carry, and the one launch that holds it, a few registers (docs/log.md)."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, Path(__file__).with_name("compile_kernels.py"), "90", "5", "9"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -113,7 +113,8 @@ def test_kernels_of_several_tokens_fit_their_registers() -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == 2 * 3 * 5
     for line in lines:
-        assert int(line.split()[-1]) <= (48 if " carry " in line else 0), done.stdout
+        most = 96 if " carry " in line else 32 if " decode " in line else 0
+        assert int(line.split()[-1]) <= most, done.stdout
 
 
 @pytest.mark.parametrize("arch", ["90", "100", "gfx942"])

@@ -917,7 +917,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
     one = Launch(
         together=together,
         fold_v=min(most, 8 if scaled else 16),
-        carry_heads=min(2 if recurrence.delta else 8, heads),
+        carry_heads=min(2 if recurrence.delta else 8 if V <= 64 else 4, heads),
         carry_warps=1 if recurrence.delta else 2,
         carry_programs=8,
         read_v=min(most, read_v),
@@ -937,7 +937,8 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         carry_programs=4 if recurrence.delta else 2,
         read_v=min(most, 16 if one.together else wide),
         read_warps=2 if one.together else wide // 16,
-        flush_programs=6 if at_once else 8,
+        flush_warps=2 if at_once else one.flush_warps,
+        flush_programs=5 if at_once else 8,
         fold_at_once=at_once,
     )
 
