@@ -9,7 +9,10 @@
 #   drafts      4 drafts + 1, 3.5 accepted, windows of 16 and 32; a tree of 8 nodes          -> kernels.jsonl
 #   eval        accuracy: 1,024 paired problems alone and late in a stream; drift            -> accuracy-*.jsonl
 #   vllm-tests  the plugin beside vLLM's own layers, and whole models                        -> vllm_tests.txt
+#   vllm-check  log-probabilities of the bundled models with and without the plugin          -> check-*.txt
+#   vllm-smoke  four layers, eight rows, every mode: minutes before hours                    -> e2e-smoke.jsonl
 #   vllm        whole models in vLLM, sizes without weights (NANO, QWEN: folders with a config.json) -> e2e.jsonl
+#   vllm-drafts the same with drafts, and Nemotron-3-Super at a cut depth                    -> e2e.jsonl
 #
 # SITE is where vLLM lies if it is not installed; COMMIT is written into rows where there is no git. Rows are appended.
 set -uo pipefail
@@ -23,6 +26,9 @@ drafts=(--tokens 5 --accepted 3.5)
 
 bench() { python3 -m replayssm.bench "$@"; }
 rows() { bench kernels --launches results/baseline-launches-h200.json "${commit[@]}" --out "$out/kernels.jsonl" "$@"; }
+whole() { # whole SCRIPT options...: a model in vLLM, each mode in a process of its own
+  python3 "benchmarks/replayssm/e2e_$1.py" --no-compile --engine '{"attention_backend": "FLASH_ATTN"}' --tuned "$out/tuned" "${commit[@]}" "${@:2}"
+}
 at_once() { # at_once N NAME command...: the command N times beside itself, with "I/N" at its end
   local n=$1 name=$2 i
   shift 2
@@ -69,14 +75,29 @@ for task in "$@"; do
     done
     wait ;;
   vllm-tests) python3 -m pytest -q -rA tests/integrations/test_vllm_engine.py tests/integrations/test_vllm_models.py 2>&1 | tee "$out/vllm_tests.txt" | tail -60 ;;
+  vllm-check)
+    for model in nemotron-h-gsm qwen3.5-gsm; do
+      for options in "--format fp32,split16" "--format fp32 --drafts 4" "--format fp32 --runner v1"; do
+        # shellcheck disable=SC2086
+        python3 -m replayssm check --vllm models/$model --tokens 256 $options 2>&1 | tee -a "$out/check-$model.txt"
+      done
+    done ;;
+  vllm-smoke)
+    small=(--layers 4 --batch-size 8 --steps 64 --repeats 1 --out "$out/e2e-smoke.jsonl")
+    whole decode_speedup --model-id "$NANO" --modes stock,replay,vllm-replay "${small[@]}"
+    whole decode_speedup --model-id "$QWEN" "${small[@]}"
+    whole spec_decode_throughput --model-id "$QWEN" --acceptance-length 3 --format fp32 "${small[@]}"
+    whole spec_decode_throughput --model-id "$NANO" --acceptance-length 3 --draft-method ngram --format fp32 "${small[@]}" ;;
   vllm)
     for folder in "$NANO" "$QWEN"; do
-      python3 benchmarks/replayssm/e2e_decode_speedup.py --model-id "$folder" --dummy-weights --no-compile --batch-size 1,256,512 \
-        --format fp32,split16,fp32+fp8 "${commit[@]}" --out "$out/e2e.jsonl"
-      method=$([ "$folder" = "$NANO" ] && echo ngram || echo mtp)
-      python3 benchmarks/replayssm/e2e_spec_decode_throughput.py --model-id "$folder" --dummy-weights --no-compile --batch-size 512 \
-        --draft-method "$method" --acceptance-length 3 --format fp32,split16 "${commit[@]}" --out "$out/e2e.jsonl"
-    done ;;
-  *) sed -n '2,16p' "$0"; exit 2 ;;
+      whole decode_speedup --model-id "$folder" --dummy-weights --batch-size 1,256,512 --format fp32,split16,fp32+fp8 --out "$out/e2e.jsonl"
+    done
+    whole decode_speedup --model-id "$NANO" --dummy-weights --batch-size 256 --runner v1 --modes stock,replay,vllm-replay --out "$out/e2e.jsonl" ;;
+  vllm-drafts)
+    drafted=(--batch-size 512 --acceptance-length 3 --format fp32,split16 --out "$out/e2e.jsonl")
+    whole spec_decode_throughput --model-id "$QWEN" --dummy-weights "${drafted[@]}"
+    whole spec_decode_throughput --model-id "$NANO" --dummy-weights --draft-method ngram "${drafted[@]}"
+    whole spec_decode_throughput --model-id nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4 --layers 11 "${drafted[@]}" ;;
+  *) sed -n '2,19p' "$0"; exit 2 ;;
   esac
 done
