@@ -34,6 +34,11 @@ GROUPS: dict[str, list[dict[str, int]]] = {
         for v, warps in ((16, 1), (16, 2), (16, 4), (32, 2))
         for n in (2, 4, 8)
     ],
+    "fold": [
+        {"fold_at_once": 1, "flush_v": 16, "flush_warps": warps, "flush_programs": n}
+        for warps in (1, 2)
+        for n in (2, 4, 8)
+    ],
     "carry": [{"carry_programs": n} for n in (2, 4, 6, 12, 16)],
     "heads": [{"carry_heads": heads, "carry_warps": warps} for heads in (1, 2, 4, 8) for warps in (1, 2, 4)],
 }
