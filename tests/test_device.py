@@ -89,9 +89,9 @@ def test_operators_are_what_they_say(generator: torch.Generator) -> None:
     slots = torch.tensor([1, 0], device=DEVICE)
     ops, sizes = torch.ops.replayssm, tuple(cache.sizes)
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(
-        ops.begin.default, (cache.cursor_tensor, cache.clock, slots, None, 1, *sizes), test_utils=tests
-    )
+    for accepted in (None, torch.ones(2, dtype=torch.int64, device=DEVICE)):
+        arguments = (cache.cursor_tensor, cache.clock, slots, None, accepted, 1, *sizes)
+        torch.library.opcheck(ops.begin.default, arguments, test_utils=tests)
     step = cache.begin(slots)
     torch.library.opcheck(ops.commit.default, (cache.cursor_tensor, step.table, None, *sizes), test_utils=tests)
     layer = cache.layers[0]

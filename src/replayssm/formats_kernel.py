@@ -119,7 +119,7 @@ def reads_the_update(FORMAT: Any) -> bool:
 
 @triton.constexpr_function
 def divides(n: Any, whole: Any) -> bool:
-    """Whether tiles of n cover `whole` exactly, so that no mask is needed: they begin at multiples of n."""
+    """Whether tiles of n, at multiples of n and none behind `whole`, cover it exactly: then no mask is needed."""
     return int(getattr(whole, "value", whole)) % int(getattr(n, "value", n)) == 0
 
 

@@ -768,10 +768,11 @@ def decode_kernel(
             if folds > 0:
                 for i_f in range(BV // BF):
                     i_w = i_v * (BV // BF) + i_f
-                    flush_tile(
-                        planes, key, ring, table, folds, i_b, i_h, i_w, B, H, G, V, K, R, CHANNEL, BP, BF, BK, DELTA,
-                        FORMAT, STEP, AT_ONCE,
-                    )  # fmt: skip
+                    if i_w * BF < V:  # the last tile's folds may lie behind V
+                        flush_tile(
+                            planes, key, ring, table, folds, i_b, i_h, i_w, B, H, G, V, K, R, CHANNEL, BP, BF, BK,
+                            DELTA, FORMAT, STEP, AT_ONCE,
+                        )  # fmt: skip
                 tl.debug_barrier()  # for other threads of this program
         codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
         from_c, count = i_h * V + i_v * BV, tl.minimum(BV, V - i_v * BV)
