@@ -174,29 +174,17 @@ def store_parts(p, x, mask, stride, P: tl.constexpr):
 
 
 @triton.jit
-def store_columns(p, x, mask, P: tl.constexpr):
-    """x as P bf16 parts that add up to it, side by side: at most 3 are not zero."""
-    for i in tl.static_range(P):
-        part = x.to(tl.bfloat16)
-        tl.store(p + i, part, mask=mask)
-        if i < 2:
-            x = x - part.to(tl.float32)
-        else:
-            x = x * 0.0
-
-
-@triton.jit
 def store_query(t, i, o_k, b_t, m_k, K: tl.constexpr, P: tl.constexpr):
     """A carried query, number i: as it is, or its parts (where t is bf16)."""
     if t.dtype.element_ty == tl.bfloat16:
-        store_columns(t + (i * K + o_k) * P, b_t, m_k, P)
+        store_parts(t + (i * K + o_k) * P, b_t, m_k, 1, P)
     else:
         tl.store(t + i * K + o_k, b_t, mask=m_k)
 
 
 @triton.jit
 def load_columns(p, o, BN: tl.constexpr, P: tl.constexpr):
-    """What store_columns left for entries o, as a tile [len(o), BN] for a product: zero beyond the P parts."""
+    """Parts side by side (store_parts) of entries o as a tile [len(o), BN] for a product: zero beyond the P."""
     o_n = tl.arange(0, BN)
     return tl.load(p + o[:, None] * P + o_n, mask=o_n < P, other=0.0)
 
@@ -400,7 +388,7 @@ def carry_kernel(
     | q          | [B, G, T, K]   |        | out    | scratch where T > 1: queries as the convolution left them|
     | Of one token (T = 1):
     | t          | [B, N, K]      | fp32   | out    | carried queries of N = G or H heads,                     |
-    |            | or [B, N, K,PT]| bf16   |        | or their parts side by side (store_columns)              |
+    |            | or [B, N, K,PT]| bf16   |        | or their parts side by side                              |
     | c          | [B, H, BP, PT] | bf16   | out    | parts of the weights of v by record number, 0 beyond     |
     | ends       | [B, H, 2]      | fp32   | out    | weights of S0 t and of the token's own v                 |
     | Of several:
@@ -766,13 +754,13 @@ def decode_kernel(
     else:
         if STEP is not None:
             if folds > 0:
-                for i_f in range(BV // BF):
-                    i_w = i_v * (BV // BF) + i_f
-                    if i_w * BF < V:  # the last tile's folds may lie behind V
-                        flush_tile(
-                            planes, key, ring, table, folds, i_b, i_h, i_w, B, H, G, V, K, R, CHANNEL, BP, BF, BK,
-                            DELTA, FORMAT, STEP, AT_ONCE,
-                        )  # fmt: skip
+                from_v = i_v * BV
+                while from_v < tl.minimum((i_v + 1) * BV, V):
+                    flush_tile(
+                        planes, key, ring, table, folds, i_b, i_h, from_v // BF, B, H, G, V, K, R, CHANNEL, BP, BF, BK,
+                        DELTA, FORMAT, STEP, AT_ONCE,
+                    )  # fmt: skip
+                    from_v += BF
                 tl.debug_barrier()  # for other threads of this program
         codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
         from_c, count = i_h * V + i_v * BV, tl.minimum(BV, V - i_v * BV)

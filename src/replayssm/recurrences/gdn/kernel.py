@@ -16,7 +16,6 @@ from replayssm.kernels import (
     load_row,
     sigmoid,
     softplus,
-    store_columns,
     store_parts,
     store_query,
 )
@@ -92,7 +91,7 @@ def carry(
         b_t = tl.exp(b_g) * (b_t - c_j * b_k[None, :])
         b_c = tl.where(o_p == age, c_j, b_c)
         age -= 1
-    store_columns(c + ((row * H + i_h) * BP + o_p) * P, b_c, m_j, P)
+    store_parts(c + ((row * H + i_h) * BP + o_p) * P, b_c, m_j, 1, P)
     p_ends = ends + (row * H + i_h) * 2
     tl.store(p_ends, tl.full([BJ, 1], 1.0, tl.float32), mask=m_j)
     tl.store(p_ends + 1, own_c, mask=m_j)

@@ -17,7 +17,6 @@ from replayssm.kernels import (
     load_row,
     parts_of,
     softplus,
-    store_columns,
     store_parts,
     store_query,
 )  # fmt: skip
@@ -84,7 +83,7 @@ def carry(
     # (3) c_j = w_j exp(D_j) (k_j . q), c_0 = exp(P_n)
     score = tl.sum(tl.where(m_p[:, None], b_k.to(tl.float32) * b_q, 0.0), 1)
     b_c = tl.where(m_p, b_w * tl.exp(b_d) * score[None, :], 0.0)
-    store_columns(c + ((row * H + i_h)[:, None] * BP + o_p) * P, b_c, m_j[:, None], P)
+    store_parts(c + ((row * H + i_h)[:, None] * BP + o_p) * P, b_c, m_j[:, None], 1, P)
     p_ends = ends + (row * H + i_h) * 2
     tl.store(p_ends, tl.exp(tl.sum(b_g, 1) + g_n), mask=m_j)
     tl.store(p_ends + 1, w_n * tl.sum(b_n * b_q, 0), mask=m_j)
