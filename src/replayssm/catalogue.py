@@ -70,6 +70,11 @@ def data(name: str) -> dict[str, Any]:
     return json.loads(resources.files("replayssm").joinpath(name).read_text())
 
 
+def entry(name: str) -> dict[str, Any]:
+    """What models.json says of a model, by its name there."""
+    return next(found for found in data("models.json")["models"] if found["name"] == name)
+
+
 def models() -> list[Model]:
     """The public models whose sizes are known (models.json) and whose recurrence the library has."""
     known = data("models.json")

@@ -458,8 +458,8 @@ def _answer_text(tokenizer: PreTrainedTokenizerBase, tokens: list[int], ends: Se
 # --- rows to JSON and to a picture ------------------------------------------------------------------------------------
 
 
-def provenance() -> dict[str, Any]:
-    """What a figure needs beside it to be repeated."""
+def provenance(commit: str | None = None) -> dict[str, Any]:
+    """What a figure needs beside it to be repeated; `commit` where there is no git, which can't say what changed."""
     versions: dict[str, str | None] = {}
     for name in ("replayssm", "torch", "transformers", "triton"):
         try:
@@ -476,11 +476,11 @@ def provenance() -> dict[str, Any]:
 
     module = sys.modules["__main__"].__spec__
     program = f"python -m {module.name.removesuffix('.__main__')}" if module else Path(sys.argv[0]).name
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "src", ":/src")
+    changed = None if commit else git("status", "--porcelain", "--untracked-files=no", "--", "src", ":/src")
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"{program} {shlex.join(sys.argv[1:])}",
-        "commit": git("rev-parse", "HEAD"),
+        "commit": commit or git("rev-parse", "HEAD"),
         "source_changed": None if changed is None else bool(changed),
         "python": platform.python_version(),
         "versions": versions,

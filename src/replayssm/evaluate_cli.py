@@ -81,9 +81,7 @@ def eval_command(
         if not set(chosen) <= set(MEASURES):
             raise ValueError(f"--measure takes {', '.join(MEASURES)}; got {measure}.")
         started = time.monotonic()
-        origin = provenance()
-        if commit:
-            origin |= {"commit": commit, "source_changed": None}
+        origin = provenance(commit)
         if tasks != "gsm_symbolic":
             found = _harness(model, tasks.split(","), choices, window, batch, count, device, dtype, task_folder)
         else:

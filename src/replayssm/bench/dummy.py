@@ -70,7 +70,7 @@ def cut(whole: dict[str, Any], layers: int) -> tuple[dict[str, Any], int]:
 
 
 def _from_catalogue(name: str) -> tuple[dict[str, Any], str]:
-    entry = next(entry for entry in catalogue.data("models.json")["models"] if entry["name"] == name)
+    entry = catalogue.entry(name)
     makers = {"nemotron_h": _nemotron_h, "qwen3_5": _qwen3_5}
     if entry["family"] not in makers or (entry["family"] == "qwen3_5" and entry["moe"]):
         raise ValueError(

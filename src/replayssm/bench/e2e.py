@@ -112,9 +112,7 @@ def run(
         folder.mkdir(parents=True, exist_ok=True)
         rows: list[dict[str, Any]] = []
         failed = []
-        origin = provenance()
-        if commit:
-            origin |= {"commit": commit, "source_changed": None}
+        origin = provenance(commit)
         for mode, single in jobs:
             name = mode if mode != "replay" else f"replay-{single.format.replace('/', '-')}"
             try:
@@ -248,7 +246,7 @@ def _family(name: str, model: catalogue.Model) -> tuple[str, bool]:
         words, _ = dummy.config(name)
         text = words.get("text_config", words)
         return words["model_type"], bool(text.get("num_nextn_predict_layers") or text.get("mtp_num_hidden_layers"))
-    entry = next(entry for entry in catalogue.data("models.json")["models"] if entry["name"] == model.name)
+    entry = catalogue.entry(model.name)
     return entry["family"], bool(entry["mtp_layers"]) or entry["family"] == "qwen3_5"
 
 

@@ -126,9 +126,7 @@ def main(
         return
     console, started = Console(width=150), time.monotonic()
     known = json.loads(launches.read_text()) if launches else None
-    origin = provenance() | {"gpu": torch.cuda.get_device_name()}
-    if commit:
-        origin |= {"commit": commit, "source_changed": None}
+    origin = provenance(commit) | {"gpu": torch.cuda.get_device_name()}
     origin["versions"] |= {"cuda": torch.version.cuda}
     ceiling = ceilings()
     console.print(f"{origin['gpu']}: reads {ceiling['read_gbps']:,.0f} GB/s, copies {ceiling['copy_gbps']:,.0f} GB/s")
@@ -233,7 +231,7 @@ def measure(
     measured = []
     for staggered in (True, False) if of.tokens == 1 else (True,):
         ours, steps = timed(case, rows, fmt, of, staggered)
-        windows = sorted(sum(steps[i : i + of.window]) / of.window for i in range(0, len(steps), of.window))
+        windows = sorted(means(steps, of.window))
         us, by_step = median(windows), [median(steps[i :: of.window]) for i in range(of.window)]
         low, *_, high = quantiles(windows, n=5)
         layers, (H, _, V, K) = len(ours.cache.layers), ours.geometry
@@ -278,7 +276,7 @@ def measure(
         torch.cuda.empty_cache()
         if of.tree:
             chain, steps = timed(case, rows, fmt, of._replace(tree=False), staggered, of)
-            row["chain_us"] = median(sum(steps[i : i + of.window]) / of.window for i in range(0, len(steps), of.window))
+            row["chain_us"] = median(means(steps, of.window))
             del chain
             torch.cuda.empty_cache()
         measured.append(row)
@@ -290,8 +288,13 @@ def stored_wider(fmt: str) -> list[torch.dtype]:
     return [state for state in (torch.float32, torch.bfloat16) if 8 * state.itemsize >= storage.get(fmt).kind.bits]
 
 
+def means(steps: list[float], window: int) -> list[float]:
+    """Of every whole window of steps: each has its flushes."""
+    return [sum(steps[i : i + window]) / window for i in range(0, len(steps), window)]
+
+
 def timed(
-    case: str, rows: int, fmt: str, of: Steps, staggered: bool, tree: Steps | None = None
+    case: str, rows: int, fmt: str, of: Steps, staggered: bool, tree: Steps | None = None, windows: int = 8
 ) -> tuple[_Ours, list[float]]:
     """Ours, and microseconds per layer of its steps; accepted counts as of `tree`, if given."""
     layers = stack(case, rows, storage.get(fmt).read_bytes(CASES[case][1].K))
@@ -299,7 +302,7 @@ def timed(
     if tree:
         ours.draws = tree.counts(rows).cuda()
     before = None if of.tokens == 1 else ours.draw
-    return ours, [us / layers for us in replay(ours.step, 2 * of.window, 8 * of.window, before)]
+    return ours, [us / layers for us in replay(ours.step, 2 * of.window, windows * of.window, before)]
 
 
 def public(

@@ -18,10 +18,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from replayssm import formats as storage
 from replayssm import kernels
-from replayssm.bench import append_rows, replay
-from replayssm.bench.kernels import CASES, Steps, _Ours, stack
+from replayssm.bench import append_rows
+from replayssm.bench import kernels as kernels_bench
+from replayssm.bench.kernels import CASES, Steps, _Ours
 from replayssm.compare import provenance
 
 GROUPS: dict[str, list[dict[str, int]]] = {
@@ -67,12 +67,12 @@ def main(
         choices = [(cell, change) for cell in cells for name in group for change in ({}, *GROUPS[name])]
         for cell, change in choices[first::every]:
             if allowed(cell[0], change):
-                timed(*cell, steps, change, layers=1, compile_only=True)
+                with changed(change):
+                    _Ours(*cell, layers=1, staggered=True, steps=steps).step()
+        torch.cuda.synchronize()
         return
     console = Console(width=120)
-    origin = provenance() | {"gpu": torch.cuda.get_device_name()}
-    if commit:
-        origin |= {"commit": commit, "source_changed": None}
+    origin = provenance(commit) | {"gpu": torch.cuda.get_device_name()}
     for name, rows, fmt in cells:
         table = Table("change", "us", title=f"{name} B={rows} {fmt}, {tokens} tokens")
         best: dict[str, Any] = {}
@@ -96,32 +96,27 @@ def main(
 
 def allowed(case: str, change: dict[str, int]) -> bool:
     """Whether a change can be made to this geometry."""
-    recurrence, (H, G, V, _) = CASES[case]
+    H, G, V, _ = CASES[case][1]
     most = 1 << (V - 1).bit_length()
     if max(change.get("read_v", 0), change.get("flush_v", 0)) > most:
         return False
-    return change.get("carry_heads", 1) <= (H // G if recurrence == "mamba2" else 1)
+    return change.get("carry_heads", 1) <= H // G
 
 
-def timed(
-    case: str, rows: int, fmt: str, steps: Steps, change: dict[str, Any], layers: int | None = None,
-    compile_only: bool = False,
-) -> float:  # fmt: skip
-    """Microseconds per layer step with some fields of kernels.Launch changed, where carry, flush and read are apart."""
+def timed(case: str, rows: int, fmt: str, steps: Steps, change: dict[str, Any]) -> float:
+    """Microseconds per layer step with a change."""
+    with changed(change):
+        times = kernels_bench.timed(case, rows, fmt, steps, True, windows=4)[1]
+    torch.cuda.empty_cache()
+    return median(kernels_bench.means(times, steps.window))
+
+
+def changed(change: dict[str, Any]) -> Any:
+    """Inside, some fields of kernels.Launch are others, where carry, flush and read are apart."""
     chosen = kernels.launch
 
-    def changed(*arguments: Any) -> kernels.Launch:
+    def launch(*arguments: Any) -> kernels.Launch:
         own = chosen(*arguments)
         return own if own.together else own._replace(**change)
 
-    with mock.patch.object(kernels, "launch", changed):
-        layers = layers or stack(case, rows, storage.get(fmt).read_bytes(CASES[case][1].K))
-        ours = _Ours(case, rows, fmt, layers, True, steps)
-        if compile_only:
-            ours.step()
-            torch.cuda.synchronize()
-            return 0.0
-        before = None if steps.tokens == 1 else ours.draw
-        times = [us / layers for us in replay(ours.step, 2 * steps.window, 4 * steps.window, before)]
-    torch.cuda.empty_cache()
-    return median(sum(times[i : i + steps.window]) / steps.window for i in range(0, len(times), steps.window))
+    return mock.patch.object(kernels, "launch", launch)
