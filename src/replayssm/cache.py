@@ -295,8 +295,7 @@ class ReplayCache:
         cursors = Cursors(*self.cursor_tensor[:, slots])
         if accepted is not None:
             accepted = checks.counts(where, "accepted", accepted, len(slots), self.device)
-            n = torch.minimum(accepted.clamp(min=0), cursors.num_pending)
-            cursors = ring.commit(cursors, n, self.sizes)
+            cursors = ring.commit_late(cursors, accepted, self.sizes)
         self.cursor_tensor[:, slots] = torch.stack(ring.reset(slots, self.sizes, self.staggered))
         return Prefill(slots, cursors)
 

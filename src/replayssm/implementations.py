@@ -128,9 +128,8 @@ class Hosted(NamedTuple):
         """Commit what was pending, flush what is due, move the cursors, plan the step."""
         if accepted is not None:
             used = given[given != PAD_SLOT]
-            before = cache.cursors.at(used)
-            n = torch.minimum(accepted[given != PAD_SLOT].clamp(min=0), before.num_pending)
-            cache.cursors.put(used, ring.commit(before, n, cache.sizes))
+            late = ring.commit_late(cache.cursors.at(used), accepted[given != PAD_SLOT], cache.sizes)
+            cache.cursors.put(used, late)
         lengths = torch.full_like(given, tokens) if lengths is None else lengths
         lives = (given != PAD_SLOT) & (lengths > 0)
         living = None if bool(lives.all()) else lives.nonzero().squeeze(1)

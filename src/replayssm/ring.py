@@ -103,6 +103,11 @@ def commit(c: Cursors, n: Tensor, sizes: Sizes) -> Cursors:
     )
 
 
+def commit_late(c: Cursors, n: Tensor, sizes: Sizes) -> Cursors:
+    """commit of counts that come with the next step: as many as are pending at most, none below 0."""
+    return commit(c, torch.minimum(n.clamp(min=0), c.num_pending), sizes)
+
+
 def flush(c: Cursors, sizes: Sizes, n: Tensor | None = None) -> Cursors:
     """The oldest n (None: all) committed records are in the checkpoint; the others and pending ones stay."""
     n = c.num_committed if n is None else n
