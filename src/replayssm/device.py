@@ -193,9 +193,7 @@ def decode_layer(
     """y [B, T, H, V] from raw projections; see api.decode_layer."""
     step = DeviceStep(x.shape[0], x.shape[1], table, parent, kin)
     layer = LayerState(tuple(planes), Records(*records), conv, ready, key, formats.get(format))
-    weights = kernels.LayerWeights(
-        conv_weight, conv_weight.stride(0), conv_weight.stride(1), conv_bias, A_log, dt_bias, scale, low, high
-    )
+    weights = kernels.layer_weights(conv_weight, conv_bias, A_log, dt_bias, scale, low, high)
     y = x.new_empty(x.shape[0], x.shape[1], geometry[0], geometry[2])
     return kernels.decode_raw(
         recurrences.get(recurrence), Geometry(*geometry), window, layer, step, x, raw_g, raw_w, weights, D, gate, y

@@ -961,6 +961,11 @@ def field(x: Tensor) -> Field:
     return Field(x, x.stride(0), x.stride(1))
 
 
+def layer_weights(conv_weight: Tensor, conv_bias: Tensor | None, *gates: Any) -> LayerWeights:
+    """A layer's parameters as kernels take them: gates are A_log, dt_bias, scale, low and high."""
+    return LayerWeights(conv_weight, conv_weight.stride(0), conv_weight.stride(1), conv_bias, *gates)
+
+
 def exactness(dtype: torch.dtype) -> int:
     """How many bf16 parts of a number an output shows: two are 16 bits, three fp32."""
     return 3 if dtype == torch.float32 else 2
@@ -1075,9 +1080,8 @@ def convolve(pool: Tensor, step: DeviceStep, x: Tensor, weight: Tensor, bias: Te
     (B, T, C), W = x.shape, weight.shape[1]
     y = torch.empty(B, T, C, dtype=x.dtype, device=x.device)
     if B:
-        weights = LayerWeights(weight, weight.stride(0), weight.stride(1), bias)
         convolve_kernel[(B, triton.cdiv(C, 256))](
-            field(x), Pool(pool, pool.stride(0)), weights, step.table, step.parent, y,
+            field(x), Pool(pool, pool.stride(0)), layer_weights(weight, bias), step.table, step.parent, y,
             T=T, C=C, L=pool.shape[1], W=W, BC=256, num_warps=2,
         )  # fmt: skip
     return y

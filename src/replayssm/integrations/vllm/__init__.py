@@ -11,9 +11,9 @@ def register() -> None:
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
     from vllm.version import __version__
 
-    from replayssm.integrations.vllm.settings import KEY, VERSION
+    from replayssm.integrations.vllm.settings import KEY, supported
 
-    if not __version__.startswith(f"{VERSION}."):
+    if not supported(__version__):
         _refuse_when_asked(__version__)
         return
     from replayssm.integrations.vllm.engine import LAYERS
@@ -29,16 +29,13 @@ def _refuse_when_asked(version: str) -> None:
     """Another vLLM: nothing is replaced. A configuration that asks for us is refused where it is made."""
     from vllm.config import VllmConfig
 
-    from replayssm.integrations.vllm.settings import VERSION, parse
+    from replayssm.integrations.vllm.settings import parse, unsupported
 
     own = VllmConfig.__post_init__
 
     def __post_init__(self: VllmConfig) -> None:
         own(self)
         if parse(self.additional_config) is not None:
-            raise ValueError(
-                f"replayssm refuses to start: vLLM {version} is not supported; install vllm=={VERSION}.*, or remove "
-                "the setting."
-            )
+            raise ValueError(f"replayssm refuses to start: {unsupported(version)}")
 
     VllmConfig.__post_init__ = __post_init__

@@ -130,6 +130,5 @@ class Pool:
 
 
 def _kernel_weights(weights: Any) -> kernels.LayerWeights:
-    conv_weight, conv_bias, A_log, dt_bias, scale, low, high = recurrences.constants(weights)
-    by_tap = conv_weight.t().contiguous().t()
-    return kernels.LayerWeights(by_tap, by_tap.stride(0), by_tap.stride(1), conv_bias, A_log, dt_bias, scale, low, high)
+    conv_weight, conv_bias, *gates = recurrences.constants(weights)
+    return kernels.layer_weights(conv_weight.t().contiguous().t(), conv_bias, *gates)  # taps lie side by side: fastest

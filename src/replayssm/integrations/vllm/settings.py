@@ -49,6 +49,16 @@ def parse(additional_config: Any) -> Settings | None:
     return settings
 
 
+def supported(version: str) -> bool:
+    """Whether the plugin is made for this vLLM."""
+    return version.startswith(f"{VERSION}.")
+
+
+def unsupported(version: str) -> str:
+    """Why another vLLM is refused."""
+    return f"vLLM {version} is not supported: install vllm=={VERSION}.*, or remove the setting."
+
+
 def refusals(settings: Settings, version: str, config: Any, device: str) -> list[str]:
     """Why this engine must not start with these settings, one sentence each; empty where it may.
 
@@ -59,10 +69,7 @@ def refusals(settings: Settings, version: str, config: Any, device: str) -> list
     cache, parallel = config.cache_config, config.parallel_config
     tokens = 1 + config.num_speculative_tokens
     found = [
-        (
-            not version.startswith(f"{VERSION}."),
-            f"vLLM {version} is not supported: install vllm=={VERSION}.*, or remove the setting.",
-        ),
+        (not supported(version), unsupported(version)),
         (device != "cuda", f"needs an NVIDIA or AMD GPU; this platform is {device!r}."),
         (
             bool(cache.enable_prefix_caching),
