@@ -64,6 +64,22 @@ def test_flush_carry_and_read_as_launches_of_their_own(
     life.twin.check_states()
 
 
+@pytest.mark.parametrize("together", [True, False], ids=["one launch", "three launches"])
+@pytest.mark.parametrize("at_once", [True, False], ids=["one product", "walked"])
+@pytest.mark.parametrize("name", [name for name in recurrences.names() if not recurrences.get(name).channel_gate])
+def test_both_ways_to_fold(
+    name: str, at_once: bool, together: bool, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    """Whichever the launch choices say, in both kinds of launches; `bench launches` tries the other one."""
+    chosen = kernels.launch
+    monkeypatch.setattr(kernels, "in_one_launch", lambda rows, heads: together)
+    monkeypatch.setattr(kernels, "launch", lambda *cell: chosen(*cell)._replace(fold_at_once=at_once))
+    life = Life(make_cache(name, ODD, implementation="triton", slots=2, window=3, max_tokens=2), generator)
+    for lengths in ([1, 1], [2, 1], [1, 1], [1, 1], [0, 1], [1, 1], [1, 2]):
+        life.run([1, 0], lengths)
+    life.twin.check_states()
+
+
 @pytest.mark.parametrize("name", recurrences.names())
 def test_16_bit_activations(name: str, generator: torch.Generator) -> None:
     life = Life(make_cache(name, SMALL, dtype=torch.float16, implementation="triton", slots=1, window=2), generator)
