@@ -66,7 +66,7 @@ def test_flush_carry_and_read_as_launches_of_their_own(
 
 @pytest.mark.parametrize("together", [True, False], ids=["one launch", "three launches"])
 @pytest.mark.parametrize("at_once", [True, False], ids=["one product", "walked"])
-@pytest.mark.parametrize("name", [name for name in recurrences.names() if not recurrences.get(name).channel_gate])
+@pytest.mark.parametrize("name", recurrences.names())
 def test_both_ways_to_fold(
     name: str, at_once: bool, together: bool, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
 ) -> None:

@@ -655,7 +655,7 @@ def flush_tile(
     o_v = i_v * BV + tl.arange(0, BV)
     b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BK, FORMAT)
     first = (first + R - folds) % R
-    if AT_ONCE:
+    if AT_ONCE and not CHANNEL:  # with a gate per channel of K there is no such product
         b_s = fold_at_once(b_s, ring, slot, first, folds, i_h, o_v, H, G, V, K, R, BP, BV, BK, DELTA)
     else:
         b_s = fold_tile(b_s, ring, slot, first, folds, i_h, o_v, H, G, V, K, R, CHANNEL, BK, DELTA, STEP)
