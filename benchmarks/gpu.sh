@@ -46,7 +46,7 @@ for task in "$@"; do
   tests)
     tests() { python3 -m pytest -q -rA "${@:2}" >"$out/test-$1.log" 2>&1 & }
     tests formats tests/test_formats_kernel.py
-    tests device tests/test_device.py tests/test_kernels.py
+    tests device tests/test_device.py
     for name in mamba2 gdn kda; do tests $name tests/test_gpu.py -k $name; done
     tests others tests/test_gpu.py -k "not (mamba2 or gdn or kda)"
     python3 -m replayssm check >"$out/test-check.log" 2>&1 &

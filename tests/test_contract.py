@@ -231,14 +231,16 @@ def test_drafts_that_are_not_finite_leave_no_trace(case: Case, forget: str, gene
 
 
 TREE = torch.tensor([-1, 0, 0, 1, 2, 2, 4, -1])  # two roots, a node with two children
-PATHS = [[0, 2, 4, 6], [0, 1, 3, -1], [7, -1, -1, -1], [-1, -1, -1, -1], [0, 2, 5, -1]]
+PATHS = [[0, 2, 4, 6, -1], [0, 1, 3, -1, -1], [7, -1, -1, -1, -1], [-1, -1, -1, -1, -1], [0, 2, 5, -1, -1]]
 
 
-def test_tree_nodes_see_their_ancestors_only(case: Case, generator: torch.Generator) -> None:
-    life = Life(case.cache(max_tokens=8, slots=2, window=6), generator)
+@pytest.mark.parametrize("window", [6, 24])
+def test_tree_nodes_see_their_ancestors_only(case: Case, window: int, generator: torch.Generator) -> None:
+    """In a long window a path's records are used after they were moved, in a short one they are folded at once."""
+    life = Life(case.cache(max_tokens=8, slots=2, window=window), generator)
     for path in itertools.islice(itertools.cycle(PATHS), 12 if case.implementation != "triton" else 5):
         parent = torch.stack([TREE, torch.arange(-1, 7)])
-        chain = [0, 1, 2, -1]
+        chain = [0, 1, 2, -1, -1]
         life.run([1, 0], [8, 8], parent=parent, path=[path, chain])
         life.twin.check_states()
 

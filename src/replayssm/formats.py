@@ -380,7 +380,8 @@ def _parts_fp8(planes: Planes) -> tuple[Tensor, Tensor, Tensor]:
 
 def _encode_int8(state: Tensor, random: Tensor | None) -> Planes:
     state, bad = _finite(state)
-    scale = (state.abs().amax(-1, keepdim=True) / 127).clamp(min=2.0**-126)
+    most = state.abs().amax(-1, keepdim=True)
+    scale = (most / torch.full_like(most, 127)).clamp(min=2.0**-126)  # a GPU multiplies by 1 / 127 if that is a number
     return (round_integer(state * (1 / scale), random).clamp(-127, 127) + 128).to(torch.uint8), scale + bad
 
 

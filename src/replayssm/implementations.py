@@ -169,7 +169,7 @@ class Hosted(NamedTuple):
             if layer.ring.back.numel():
                 rows = layer.ring.back[at, :, moved]  # [B, P, H, R]
                 columns = moved[:, None, None].expand(*rows.shape[:3], P)
-                kept = rows.gather(3, columns)
+                kept = rows.gather(3, columns).where(nodes[:, None, None] >= 0, 0)
                 rows.scatter_(3, place[:, None, None].expand(*rows.shape[:3], T), 0)
                 rows.scatter_(3, places[:, None, None].expand_as(kept), kept)
                 layer.ring.back[at, :, places] = rows
