@@ -142,7 +142,6 @@ def jobs(
                 "N": H if delta else G, "P": 2, "BV": chosen.read_v,
                 "BR": max(16, triton.next_power_of_2(WINDOW + tokens)),
             }  # fmt: skip
-            apart = {"BJ": chosen.carry_heads, "PDL": PDL}
             types = planes | step | outputs
             if tokens == 1 and not formats_kernel.in_bf16(fmt):
                 types["t"] = "*fp32"
@@ -152,17 +151,19 @@ def jobs(
                     (f"decode {fmt}", kernels.decode_kernel, types | inputs, constants, chosen.read_warps, None)
                 )
             else:
-                constants = reading | apart | {"BW": chosen.flush_v, "FORMAT": fmt}
+                constants = reading | {"BJ": chosen.carry_heads, "PDL": PDL, "BW": chosen.flush_v, "FORMAT": fmt}
                 found.append((f"read {fmt}", kernels.read_kernel, types, constants, chosen.read_warps, None))
-                constants = apart | folding | {"BV": chosen.flush_v, "AT_ONCE": chosen.fold_at_once}
-                limits = chosen.flush_warps, chosen.flush_registers
-                found.append((f"flush {fmt}", kernels.flush_kernel, types | {"B": "i32"}, constants, *limits))
+                constants = carrying | folding | {
+                    "BV": chosen.flush_v, "AT_ONCE": chosen.fold_at_once, "BJ": chosen.carry_heads, "PDL": PDL,
+                    "BC": triton.next_power_of_2(chosen.carry_heads * V),
+                }  # fmt: skip
+                types |= inputs | {"B": "i32", "FLUSHERS": "i32"}
+                limits = chosen.prepare_warps, chosen.registers
+                found.append((f"prepare {fmt}", kernels.prepare_kernel, types, constants, *limits))
         into = planes | {"into": pools, "ring": RING}
         into |= dict.fromkeys(("slots", "start", "counts", "flushes"), "*i64")
         folding |= {"BV": 16, "OUT": fmt, "IN_PLACE": True}
         found.append((f"fold {fmt}", kernels.fold_kernel, into, folding, 8 if fmt in SCALED else 2, None))
-    carrying |= {"PDL": PDL, "BJ": chosen.carry_heads, "BC": triton.next_power_of_2(chosen.carry_heads * V)}
-    found.append(("carry", kernels.carry_kernel, inputs | step | {"B": "i32"}, carrying, chosen.carry_warps, None))
     return found
 
 

@@ -77,7 +77,7 @@ SCALED = {
 
 
 @pytest.mark.parametrize("case, format", [(case, format) for case, some in SCALED.items() for format in some])
-@pytest.mark.parametrize("rows", [2, 24], ids=["one launch", "three launches"])
+@pytest.mark.parametrize("rows", [2, 24], ids=["one launch", "two launches"])
 def test_scaled_formats_equal_torch(case: str, format: str, rows: int) -> None:
     """Real sizes, bf16 activations, two flushes; the same encoding and noise, so only sums differ."""
     errors = bench.check(case, rows, format, bench.Steps(), steps=36)
@@ -97,7 +97,7 @@ DRAFTED = [
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain of 5", "tree of 8"])
-@pytest.mark.parametrize("rows", [2, 12], ids=["one launch", "three launches"])
+@pytest.mark.parametrize("rows", [2, 12], ids=["one launch", "two launches"])
 @pytest.mark.parametrize(
     "format, dtype", [("fp32", torch.float32), ("fp32", torch.bfloat16), ("split16", torch.bfloat16)]
 )
@@ -196,7 +196,7 @@ def test_one_captured_step_serves_every_tree(name: str, rows: int, generator: to
     assert ours.num_committed.tolist() == exact.num_committed.tolist()
 
 
-@pytest.mark.parametrize("sizes", [(3, 8), (24, 70)], ids=["one launch", "three launches"])
+@pytest.mark.parametrize("sizes", [(3, 8), (24, 70)], ids=["one launch", "two launches"])
 @pytest.mark.parametrize("format", ["fp32", "split16"])
 @pytest.mark.parametrize("name", recurrences.names())
 def test_bitwise_repeatable_and_independent_of_the_batch(

@@ -55,13 +55,13 @@ class Device(NamedTuple):
         return torch.ops.replayssm.convolve(layer.conv, step.table, step.parent, x, weight, bias)
 
     def decode(self, cache: Any, layer: LayerState, step: DeviceStep, inputs: Any) -> Tensor:
-        """One launch, or three that overlap."""
+        """One launch, or two that overlap."""
         return torch.ops.replayssm.decode(*_names(cache, layer), *_tensors(layer, step), *inputs)
 
     def decode_layer(
         self, cache: Any, layer: LayerState, step: DeviceStep, inputs: Any, weights: Any, gate: Tensor | None
     ) -> Tensor:
-        """One launch, or three that overlap."""
+        """One launch, or two that overlap."""
         conv_weight, conv_bias, A_log, dt_bias, scale, low, high = recurrences.constants(weights)
         return torch.ops.replayssm.decode_layer(
             *_names(cache, layer), *_tensors(layer, step), *inputs, conv_weight, conv_bias, A_log, dt_bias,

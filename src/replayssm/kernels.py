@@ -1,17 +1,16 @@
 """Implementation `triton`: what all recurrences share on a GPU. Imported only when a cache asks for it.
 
-One layer's step is three launches that overlap, at small batch one:
+One layer's step is two launches that overlap, at small batch one:
 
-    flush   rows that are due: a tile of V walked through the records (`step` of recurrences/<name>/kernel.py, the
-            recurrence itself) and written back. A few programs go through the list of such rows
-    carry   convolution, gates, norms, append, then t and c (`carry` of the same file), for a row and some heads of a
-            key group. A few programs go through the rows, in order
+    prepare flushes: rows that are due: a tile of V walked through the records (`step` of recurrences/<name>/kernel.py,
+            the recurrence itself), or all records at once, and written back. A few programs go through these rows
+            carries: convolution, gates, norms, append, then t and c (`carry` of the same file), for a row and some
+            heads of a key group. A few more programs go through the rows, in order
     read    y = c_0 S0 t + c . v, skip, output gate: one program per row, head and tile of V
 
-A launch begins when all programs of the one before have begun (programmatic dependence). What a program needs of
-another launch it awaits by name: `ready` holds, per slot and head, the newest step that was carried (or flushed).
-So carries and flushes run while checkpoints stream in. Where launches don't overlap, nothing is ever awaited. At small
-batch every program does the carry that it needs by itself.
+A launch begins when all programs of the one before have begun (programmatic dependence). What a read needs it awaits by
+name: `ready` holds, per slot and head, the newest step that was carried (or flushed). Where launches don't overlap,
+nothing is ever awaited. At small batch every program does the carry that it needs by itself.
 
 Everything that changes from step to step is in device tensors (DeviceStep.table, cursors, rings). In Triton's
 interpreter (TRITON_INTERPRET=1) the same kernels run on a CPU, for tests. Layouts inside a slot are dense; the stride
@@ -369,21 +368,27 @@ def await_number(ready, slot, number, at):
 
 
 @triton.jit
-def carry_kernel(
-    inputs, ring, weights, table, ready, parent, kin, q, t, c, ends, B,
+def prepare_kernel(
+    planes, key, inputs, ring, weights, table, ready, parent, kin, q, t, c, ends, B, FLUSHERS,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, W: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BJ: tl.constexpr, BC: tl.constexpr, CHANNEL: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr,
+    BJ: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr,
+    FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, STEP: tl.constexpr, AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Append and carry for BJ heads of a key group and row after another: a persistent grid, rows in order.
+    """All that a read awaits: the first FLUSHERS programs flush, the others carry; each goes through its share.
+
+    Flush: BV rows of V of a head of a row that is due, by the list of such rows, empty or not. Append and carry: BJ
+    heads of a key group and row, rows in order. It begins before the launch in front of it has ended, and awaits that.
 
     | Name       | Shape          | Dtype  | Dir    | Meaning                                                  |
+    | planes     | by format      |        | in/out | checkpoints of the rows that are due                     |
     | inputs     | Inputs         |        | in     | what the step brings                                     |
     | ring       | Ring           |        | in/out | records; the step's own are written                      |
     | weights    | LayerWeights   |        | in     | of convolution and gates                                 |
     | table      | [9, B]         | int32  | in     | DeviceStep.table                                         |
-    | ready      | [S, H + n]     | int32  | out    | the step's number, once t, c, v of a head are in memory  |
+    | ready      | [S, H + n]     | int32  | out    | the step's number, once t, c, v of a head (a flushed     |
+    |            |                |        |        | part of a head) are in memory                            |
     | parent     | [B, T]         | int32  | in     | of a tree, else None; kin [B, T, T] likewise             |
     | q          | [B, G, T, K]   |        | out    | scratch where T > 1: queries as the convolution left them|
     | Of one token (T = 1):
@@ -396,31 +401,37 @@ def carry_kernel(
     | c          | [B, H, T, 1+R] | fp32   | out    | weights of S0 t, then of v by record number              |
     """
     if PDL:
+        gdc_wait()
         gdc_launch_dependents()
-    J: tl.constexpr = H // G
-    parts: tl.constexpr = (J + BJ - 1) // BJ
     i = tl.program_id(0)
-    while i < B * (G * parts):
-        i_b, i_u = i // (G * parts), i % (G * parts)
-        if tl.load(table + i_b) >= 0:
-            i_g, i_j = i_u // parts, i_u % parts
-            i_h = i_g * J + i_j * BJ
-            count = tl.minimum(BJ, J - i_j * BJ) * V
-            if T > 1:
-                CARRY(
-                    inputs, ring, weights, table, parent, kin, q, t, c, i_b, i_g, i_j, i_h * V, count, B,
-                    T, H, G, V, K, R, L, W, PT, BP, BT, BK, BJ, BC, CHANNEL, GATES,
-                )  # fmt: skip
-            else:
-                CARRY(
-                    inputs, ring, weights, table, t, c, ends, i_b, i_g, i_j, i_h * V, count, B,
-                    H, G, V, K, R, L, W, PT, BP, BK, BJ, BC, CHANNEL, GATES,
-                )  # fmt: skip
-            publish(ready, table, i_b, i_h, B)
-        i += tl.num_programs(0)
-    if PDL:
-        if tl.program_id(0) == tl.num_programs(0) - 1:
-            gdc_wait()
+    if i < FLUSHERS:
+        if STEP is not None:
+            flush_rows(
+                planes, key, ring, table, ready, i, FLUSHERS, B, H, G, V, K, R, CHANNEL, BP, BV, BK, DELTA, FORMAT,
+                STEP, AT_ONCE,
+            )  # fmt: skip
+    else:
+        J: tl.constexpr = H // G
+        parts: tl.constexpr = (J + BJ - 1) // BJ
+        i -= FLUSHERS
+        while i < B * (G * parts):
+            i_b, i_u = i // (G * parts), i % (G * parts)
+            if tl.load(table + i_b) >= 0:
+                i_g, i_j = i_u // parts, i_u % parts
+                i_h = i_g * J + i_j * BJ
+                count = tl.minimum(BJ, J - i_j * BJ) * V
+                if T > 1:
+                    CARRY(
+                        inputs, ring, weights, table, parent, kin, q, t, c, i_b, i_g, i_j, i_h * V, count, B,
+                        T, H, G, V, K, R, L, W, PT, BP, BT, BK, BJ, BC, CHANNEL, GATES,
+                    )  # fmt: skip
+                else:
+                    CARRY(
+                        inputs, ring, weights, table, t, c, ends, i_b, i_g, i_j, i_h * V, count, B,
+                        H, G, V, K, R, L, W, PT, BP, BK, BJ, BC, CHANNEL, GATES,
+                    )  # fmt: skip
+                publish(ready, table, i_b, i_h, B)
+            i += tl.num_programs(0) - FLUSHERS
 
 
 @triton.jit
@@ -436,7 +447,7 @@ def read_tile(
 
     | Name          | Shape          | Dtype  | Dir | Meaning                                       |
     | ring          | Ring           |        | in  | records                                       |
-    | t, c, ends    | as carry_kernel|        | in  |                                               |
+    | t, c, ends    | prepare_kernel |        | in  |                                               |
     | y             | [B, T, H, V]   |        | out | T is 1                                        |
     | skip          | [H, V]         |        | in  | D as a Field (strides of H and V), or None    |
     | gate          | [B, T, H, V]   |        | in  | z as a Field, or None                         |
@@ -601,46 +612,29 @@ def fold_tile(
 
 
 @triton.jit
-def fold_at_once(
-    b_s, ring, slot, first, count, i_h, o_v,
+def added_at_once(
+    ring, slot, first, count, i_h, o_v,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BP: tl.constexpr,
-    BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """fold_tile of all records together, on tensor cores, where a head has one gate: S = S0 + expm1(P) S0 + U^T K.
+    """For S = S0 + expm1(P) S0 + U^T K, without the delta rule: P and U^T K [BV, BK], a product on tensor cores.
 
-    U [BP, BV]: what each record adds, decayed by those behind it. Sums over S0 itself stay out of tensor cores, which
-    round towards zero. For the delta rule the recurrence runs on the projections X = S k of all keys at once:
-    X <- a_j X, u_j = w_j (v_j - X_j), X <- X + u_j (k_j . k).
+    U [BP, BV]: values times w, decayed by the records behind them. Sums over S0 itself stay out of tensor cores, which
+    round towards zero.
     """
     o_p, o_k, i_g = tl.arange(0, BP), tl.arange(0, BK), i_h // (H // G)
-    place, m_p, m_k, m_v = (first + o_p) % R, o_p < count, o_k < K, o_v < V
+    place, m_p = (first + o_p) % R, o_p < count
+    m_k = m_p[:, None] if K == BK else m_p[:, None] & (o_k < K)
+    m_v = m_p[None, :] if V % BV == 0 else m_p & (o_v < V)[:, None]
     p_k = ring.k.data + slot * ring.k.slot + i_g * R * K
     p_g, p_w = ring.g.data + slot * ring.g.slot + i_h * R, ring.w.data + slot * ring.w.slot + i_h * R
-    b_k = tl.load(p_k + place[:, None] * K + o_k, mask=m_p[:, None] & m_k, other=0.0)
+    b_k = tl.load(p_k + place[:, None] * K + o_k, mask=m_k, other=0.0)
     p_v = ring.v.data + slot * ring.v.slot + i_h * R * V + o_v[:, None]
-    b_v = tl.load(p_v + place * V, mask=m_v[:, None] & m_p, other=0.0).to(tl.float32)
+    b_v = tl.load(p_v + place * V, mask=m_v, other=0.0).to(tl.float32)
     b_g, b_w = tl.load(p_g + place, mask=m_p, other=0.0), tl.load(p_w + place, mask=m_p, other=0.0)
     b_d = tl.load(p_g + (place + 1) % R, mask=o_p + 1 < count, other=0.0)
-    PARTS: tl.constexpr = parts_of(b_k.dtype)
-    if DELTA:
-        norm = tl.load(ring.norm.data + slot * ring.norm.slot + i_g * R + place, mask=m_p, other=0.0)
-        b_kt = tl.trans(b_k)
-        b_m = add_product(tl.zeros([BP, BP], tl.float32), b_k, b_kt, PARTS, PARTS) * norm[:, None] * norm
-        b_x = add_product(tl.zeros([BV, BP], tl.float32), b_s, b_kt, 3, PARTS) * norm
-        b_u, j = tl.zeros([BV, BP], tl.float32), 0
-        while j < count:
-            at = (first + j) % R
-            b_x += expm1(tl.load(p_g + at)) * b_x
-            u_j = tl.load(p_w + at) * tl.sum(tl.where(o_p == j, b_v - b_x, 0.0), 1)
-            b_x += u_j[:, None] * tl.sum(tl.where((o_p == j)[:, None], b_m, 0.0), 0)
-            b_u = tl.where(o_p == j, u_j[:, None], b_u)
-            j += 1
-        b_u *= norm
-    else:
-        b_u = b_v * b_w
-    b_u *= tl.exp(tl.cumsum(b_d, 0, reverse=True))
-    b_n = add_product(tl.zeros([BV, BK], tl.float32), b_u, b_k, 3, PARTS)
-    return b_s + (expm1(tl.sum(b_g, 0)) * b_s + b_n)
+    b_u = b_v * b_w * tl.exp(tl.cumsum(b_d, 0, reverse=True))
+    return tl.sum(b_g, 0), add_product(tl.zeros([BV, BK], tl.float32), b_u, b_k, 3, parts_of(b_k.dtype))
 
 
 @triton.jit
@@ -653,10 +647,11 @@ def flush_tile(
     """Fold the `folds` records in front of row i_b's ring_start into part i_v of head i_h, in place."""
     slot, first, _, _, _, _ = load_row(table, i_b, B)
     o_v = i_v * BV + tl.arange(0, BV)
-    b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BK, FORMAT)
     first = (first + R - folds) % R
-    if AT_ONCE and not CHANNEL:  # with a gate per channel of K there is no such product
-        b_s = fold_at_once(b_s, ring, slot, first, folds, i_h, o_v, H, G, V, K, R, BP, BV, BK, DELTA)
+    b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BK, FORMAT)
+    if AT_ONCE and not DELTA:
+        b_g, b_n = added_at_once(ring, slot, first, folds, i_h, o_v, H, G, V, K, R, BP, BV, BK)
+        b_s += expm1(b_g) * b_s + b_n
     else:
         b_s = fold_tile(b_s, ring, slot, first, folds, i_h, o_v, H, G, V, K, R, CHANNEL, BK, DELTA, STEP)
     if needs_whole_rows(FORMAT):
@@ -665,17 +660,14 @@ def flush_tile(
 
 
 @triton.jit
-def flush_kernel(
-    planes, key, ring, table, ready, B,
+def flush_rows(
+    planes, key, ring, table, ready, i, FLUSHERS, B,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
     BP: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
-    STEP: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    STEP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """flush_tile for BV rows of V after another: a persistent grid over the list of due rows, empty or not."""
-    if PDL:
-        gdc_launch_dependents()
+    """flush_tile for every FLUSHERS-th part of a head of the rows that are due, from the i-th on."""
     parts: tl.constexpr = (V + BV - 1) // BV
-    i = tl.program_id(0)
     i_n = i // (H * parts)
     i_b = tl.load(table + 6 * B + i_n, mask=i_n < B, other=-1)
     while i_b >= 0:
@@ -686,7 +678,7 @@ def flush_kernel(
             STEP, AT_ONCE,
         )  # fmt: skip
         publish(ready, table, i_b, H + i_h * parts + i_v, B)
-        i += tl.num_programs(0)
+        i += FLUSHERS
         i_n = i // (H * parts)
         i_b = tl.load(table + 6 * B + i_n, mask=i_n < B, other=-1)
 
@@ -704,6 +696,8 @@ def read_kernel(
     row and head, and t, c, y. The checkpoint is on its way before the carry is awaited. A row that is due is awaited
     first, where (BW) it was flushed beside.
     """
+    if PDL:
+        gdc_launch_dependents()
     i_v, i_h, i_b, B = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     slot, folds = tl.load(table + i_b).to(tl.int64), tl.load(table + 4 * B + i_b)
     if slot < 0:
@@ -741,7 +735,7 @@ def decode_kernel(
     DELTA: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, STEP: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Carry, flush and read in one launch, for small batches: grid (V / BV, H, B), arguments as in all three.
+    """Carry, flush and read in one launch, for small batches: grid (V / BV, H, B), arguments as in both.
 
     Every program does its head's carry itself; those of one head write the same numbers. BF rows of V are folded at a
     time.
@@ -854,25 +848,24 @@ class Launch(NamedTuple):
     Attributes:
         together: carry, flush and read are one launch.
         fold_v: rows of V that this one launch folds at a time: more need more registers than there are.
-        carry_heads, carry_warps: heads of a key group that the carry does at a time, and its warps.
-        carry_programs: so many programs go through the rows.
         read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
-        flush_v, flush_warps, flush_programs: the same of the flush, whose programs go through the list of due rows.
-        flush_registers: most registers of its threads, where the assembler would take fewer and spill (NVIDIA).
-        fold_at_once: a flush takes all records together, on tensor cores, instead of one after the other.
+        prepare_warps, registers: warps of a program that carries or flushes, and the most registers of its threads,
+            where the assembler would take fewer and spill (NVIDIA).
+        carry_heads, carry_programs: heads of a key group that are carried at a time; so many programs go through rows.
+        flush_v, flush_programs: rows of V that are flushed at a time; so many programs go through the list of due rows.
+        fold_at_once: without the delta rule a flush takes all records together, on tensor cores, not one by one.
     """
 
     together: bool
     fold_v: int
-    carry_heads: int
-    carry_warps: int
-    carry_programs: int
     read_v: int
     read_warps: int
+    prepare_warps: int
+    registers: int | None
+    carry_heads: int
+    carry_programs: int
     flush_v: int
-    flush_warps: int
     flush_programs: int
-    flush_registers: int | None
     fold_at_once: bool
 
 
@@ -882,7 +875,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
     Those of several tokens, and those of the read apart, come from machine code (registers, bytes, instructions: the
     same log), not from a GPU.
     What decides the order of a sum is one choice for every number of rows, so a row's result does not depend on how
-    many there are, but for one launch against three.
+    many there are, but for one launch against two.
     """
     H, G, V, _ = geometry
     most, scaled, heads = triton.next_power_of_2(V), needs_whole_rows(format), triton.next_power_of_2(H // G)
@@ -895,40 +888,36 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
     elif bits <= 8:
         read_v, read_warps = 64 if bits == 4 and V % 64 == 0 else 32, 1
     elif in_bf16(format):
-        read_v = next(v for v in (64, 32, 16) if V % v == 0 or v == 16)
-        read_warps = max(1, read_v // 32)
+        read_v, read_warps = 32 if V % 32 == 0 else 16, 1
     else:
         read_v, read_warps = 16, 1
+    walks = recurrence.delta or scaled
     if scaled:
-        flush_warps = 4 if stored.copy else 2  # more rows to a warp, as far as registers go
+        prepare_warps = 4 if stored.copy else 2
     else:
-        flush_warps = 2 if recurrence.channel_gate and format != "fp32" else 1
+        prepare_warps = 2 if format == "split16" and not walks else 1  # one: 24 bytes spilled, 3 % faster
     one = Launch(
         together=together,
         fold_v=min(most, 8 if scaled else 16),
-        carry_heads=min(2 if recurrence.delta else 8 if V <= 64 else 4, heads),
-        carry_warps=1 if recurrence.delta else 2,
-        carry_programs=8,
         read_v=min(most, read_v),
         read_warps=read_warps,
+        prepare_warps=prepare_warps,
+        registers=112 if stored.copy and scaled else None,
+        carry_heads=min(2 if recurrence.delta else 8 if V <= 64 else 4, heads),
+        carry_programs=8,
         flush_v=min(most, 16),
-        flush_warps=flush_warps,
-        flush_programs=4,
-        flush_registers=112 if stored.copy and scaled else None,
-        fold_at_once=False,
+        flush_programs=4 if walks and format == "fp32" else 8,
+        fold_at_once=not walks,
     )
     if tokens == 1:
         return one
     wide = 64 if V % 64 == 0 else 32
-    at_once = not scaled and not recurrence.delta  # the delta rule's spills
     return one._replace(
-        carry_heads=min(2, H // G) if recurrence.delta else one.carry_heads,
-        carry_programs=4 if recurrence.delta else 2,
         read_v=min(most, 16 if one.together else wide),
         read_warps=2 if one.together else wide // 16,
-        flush_warps=2 if at_once else one.flush_warps,
-        flush_programs=5 if at_once else 8,
-        fold_at_once=at_once,
+        carry_heads=min(2, H // G) if recurrence.delta else one.carry_heads,
+        carry_programs=4 if recurrence.delta else 2,
+        flush_programs=8 if walks else 5,
     )
 
 
@@ -1045,22 +1034,18 @@ def decode(
         )  # fmt: skip
         return y
     ready, PDL = Pool(layer.ready, layer.ready.stride(0)), dependent_launches(device)
-    after = {"PDL": PDL, **({"launch_pdl": True} if PDL else {})}
-    units = B * G * triton.cdiv(H // G, chosen.carry_heads)
-    if beside:
-        most = B * H * triton.cdiv(V, chosen.flush_v)
-        flush_kernel[(min(most, chosen.flush_programs * processors(device)),)](
-            checkpoint, layer.key, ring, table, ready, B, **flushing, PDL=PDL, BV=chosen.flush_v,
-            num_warps=chosen.flush_warps, **({"maxnreg": chosen.flush_registers} if PDL else {}),
-        )  # fmt: skip
-    carry_kernel[(min(units, chosen.carry_programs * processors(device)) if PDL else units,)](
-        inputs, ring, weights, table, ready, step.parent, step.kin, q, t, c, ends, B,
-        **carrying, **(after if beside else {"PDL": PDL}), BJ=chosen.carry_heads,
-        BC=triton.next_power_of_2(chosen.carry_heads * V), num_warps=chosen.carry_warps,
+    units, most = B * G * triton.cdiv(H // G, chosen.carry_heads), B * H * triton.cdiv(V, chosen.flush_v)
+    flushers = min(most, chosen.flush_programs * processors(device)) if beside else 0
+    prepare_kernel[(flushers + (min(units, chosen.carry_programs * processors(device)) if PDL else units),)](
+        checkpoint, layer.key, inputs, ring, weights, table, ready, step.parent, step.kin, q, t, c, ends, B, flushers,
+        **(carrying | flushing), PDL=PDL, BV=chosen.flush_v, BJ=chosen.carry_heads,
+        BC=triton.next_power_of_2(chosen.carry_heads * V), num_warps=chosen.prepare_warps,
+        **({"maxnreg": chosen.registers, "launch_pdl": True} if PDL else {}),
     )  # fmt: skip
     read_kernel[grid](
-        checkpoint, ring, table, ready, t, c, ends, *outputs, **reading, **after, FORMAT=format, BV=chosen.read_v,
+        checkpoint, ring, table, ready, t, c, ends, *outputs, **reading, PDL=PDL, FORMAT=format, BV=chosen.read_v,
         BJ=chosen.carry_heads, BW=chosen.flush_v if beside else None, num_warps=chosen.read_warps,
+        **({"launch_pdl": True} if PDL else {}),
     )  # fmt: skip
     return y
 

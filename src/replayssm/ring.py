@@ -146,7 +146,7 @@ def folds_beside(length: int, window: int) -> bool:
 
 def in_one_launch(rows: int, heads: int) -> bool:
     """Whether a layer's step on a device is one launch: so few programs that each may do its own carry (H200)."""
-    return rows * heads <= 256
+    return rows * heads <= 128
 
 
 def places(start: Tensor, first: Tensor, count: int, length: int) -> Tensor:

@@ -30,17 +30,17 @@ GROUPS: dict[str, list[dict[str, int]]] = {
         for v, warps in ((16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 1), (64, 2), (64, 4), (128, 4))
     ],
     "flush": [
-        {"flush_v": v, "flush_warps": warps, "flush_programs": n}
+        {"fold_at_once": at_once, "flush_v": v, "prepare_warps": warps, "flush_programs": n}
+        for at_once in (0, 1)
         for v, warps in ((16, 1), (16, 2), (16, 4), (32, 2))
         for n in (2, 4, 8)
     ],
-    "fold": [
-        {"fold_at_once": 1, "flush_v": 16, "flush_warps": warps, "flush_programs": n}
-        for warps in (1, 2)
+    "carry": [
+        {"carry_heads": heads, "prepare_warps": warps, "carry_programs": n}
+        for heads in (1, 2, 4, 8)
+        for warps in (1, 2, 4)
         for n in (2, 4, 8)
     ],
-    "carry": [{"carry_programs": n} for n in (2, 4, 6, 12, 16)],
-    "heads": [{"carry_heads": heads, "carry_warps": warps} for heads in (1, 2, 4, 8) for warps in (1, 2, 4)],
     "together": [
         {"together": 1, "read_v": v, "read_warps": warps}
         for v in (16, 32, 64)

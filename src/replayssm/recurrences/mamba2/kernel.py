@@ -48,7 +48,7 @@ def carry(
     """The step's record is appended; t = q, c_0 = exp(P_n) and c_j = w_j exp(D_j) (k_j . q).
 
     For row i_b, key group i_g and BJ of its heads, the i_j-th such part, and for the `count` channels of v
-    (at most BC) from `from_c` on. Other arguments as in kernels.carry_kernel: t of N = G heads.
+    (at most BC) from `from_c` on. Other arguments as in kernels.prepare_kernel: t of N = G heads.
 
     The token's record is stored last: no load has to wait for it.
     """
