@@ -146,9 +146,18 @@ def jobs(
             if tokens == 1 and not formats_kernel.in_bf16(fmt):
                 types["t"] = "*fp32"
             if chosen.together:
-                constants = carrying | reading | folding | {"BF": chosen.fold_v, "AT_ONCE": chosen.fold_at_once}
+                constants = (
+                    carrying | reading | folding | {"BF": chosen.fold_v, "AT_ONCE": chosen.fold_at_once, "PDL": PDL}
+                )
                 found.append(
-                    (f"decode {fmt}", kernels.decode_kernel, types | inputs, constants, chosen.read_warps, None)
+                    (
+                        f"decode {fmt}",
+                        kernels.decode_kernel,
+                        types | inputs,
+                        constants,
+                        chosen.read_warps,
+                        chosen.registers,
+                    )
                 )
             else:
                 constants = reading | {"BJ": chosen.carry_heads, "PDL": PDL, "BW": chosen.flush_v, "FORMAT": fmt}

@@ -733,13 +733,16 @@ def decode_kernel(
     R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr,
     BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr,
     DELTA: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, STEP: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Carry, flush and read in one launch, for small batches: grid (V / BV, H, B), arguments as in both.
 
     Every program does its head's carry itself; those of one head write the same numbers. BF rows of V are folded at a
     time.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     i_v, i_h, i_b, B = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     J: tl.constexpr = H // G
     slot, folds = tl.load(table + i_b).to(tl.int64), tl.load(table + 4 * B + i_b)
@@ -849,8 +852,9 @@ class Launch(NamedTuple):
         together: carry, flush and read are one launch.
         fold_v: rows of V that this one launch folds at a time: more need more registers than there are.
         read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
-        prepare_warps, registers: warps of a program that carries or flushes, and the most registers of its threads,
-            where the assembler would take fewer and spill (NVIDIA).
+        prepare_warps: warps of a program that carries or flushes.
+        registers: the most registers of its threads, or of the one launch, where the assembler would take fewer and
+            spill (NVIDIA).
         carry_heads, carry_programs: heads of a key group that are carried at a time; so many programs go through rows.
         flush_v, flush_programs: rows of V that are flushed at a time; so many programs go through the list of due rows.
         fold_at_once: without the delta rule a flush takes all records together, on tensor cores, not one by one.
@@ -872,8 +876,8 @@ class Launch(NamedTuple):
 def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) -> Launch:
     """Launch choices, found on an NVIDIA H200 (docs/log.md, 2026-11-30).
 
-    Those of several tokens, and those of the read apart, come from machine code (registers, bytes, instructions: the
-    same log), not from a GPU.
+    Those of several tokens, and of one launch for few rows, come from machine code (registers, bytes, barriers,
+    instructions: the same log), not from a GPU.
     What decides the order of a sum is one choice for every number of rows, so a row's result does not depend on how
     many there are, but for one launch against two.
     """
@@ -881,11 +885,12 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
     most, scaled, heads = triton.next_power_of_2(V), needs_whole_rows(format), triton.next_power_of_2(H // G)
     together, stored = in_one_launch(rows, H), formats.get(format)
     bits = stored.reads.bits
-    # apart, instructions decide: with many rows of V to a warp, addresses and sums are worked out seldom
-    if together or format == "fp16":
-        read_v = 16 if not scaled and (format == "fp32" or recurrence.channel_gate) else 32
-        read_warps = 4 if scaled else 2
-    elif bits <= 8:
+    if together:
+        # in more than one warp, every sum of a carry goes through shared memory and a barrier
+        read_v, read_warps = (32, 4) if scaled else (16, 1)
+    elif format == "fp16":
+        read_v, read_warps = 16 if recurrence.channel_gate else 32, 2
+    elif bits <= 8:  # instructions decide: with many rows to a warp, addresses and sums are worked out seldom
         read_v, read_warps = 64 if bits == 4 and V % 64 == 0 else 32, 1
     elif in_bf16(format):
         read_v, read_warps = 32 if V % 32 == 0 else 16, 1
@@ -896,18 +901,23 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         prepare_warps = 4 if stored.copy else 2
     else:
         prepare_warps = 2 if format == "split16" and not walks else 1  # one: 24 bytes spilled, 3 % faster
+    registers = 112 if stored.copy and scaled else 255 if together else None
+    if recurrence.delta:
+        carry_heads = 1 if stored.copy and scaled else 2
+    else:
+        carry_heads = 8 if V <= 64 else 4
     one = Launch(
         together=together,
         fold_v=min(most, 8 if scaled else 16),
         read_v=min(most, read_v),
         read_warps=read_warps,
         prepare_warps=prepare_warps,
-        registers=112 if stored.copy and scaled else None,
-        carry_heads=min(2 if recurrence.delta else 8 if V <= 64 else 4, heads),
+        registers=registers,
+        carry_heads=min(carry_heads, heads),
         carry_programs=8,
         flush_v=min(most, 16),
         flush_programs=4 if walks and format == "fp32" else 8,
-        fold_at_once=not walks,
+        fold_at_once=not (walks or together),  # in one launch it spills
     )
     if tokens == 1:
         return one
@@ -1026,14 +1036,15 @@ def decode(
         skip = (skip[:, None] if skip.ndim == 1 else skip).expand(H, V)
     outputs = (y, None if skip is None else Field(skip, *skip.stride()), None if gate is None else field(gate))
     grid = (triton.cdiv(V, chosen.read_v), H, B)
+    PDL = dependent_launches(device)
     if chosen.together:
         decode_kernel[grid](
             checkpoint, layer.key, inputs, ring, weights, table, step.parent, step.kin, q, t, c, ends, *outputs,
-            **(carrying | reading | flushing), BV=chosen.read_v, BF=chosen.fold_v,
-            num_warps=chosen.read_warps,
+            **(carrying | reading | flushing), PDL=PDL, BV=chosen.read_v, BF=chosen.fold_v, num_warps=chosen.read_warps,
+            **({"maxnreg": chosen.registers, "launch_pdl": True} if PDL else {}),
         )  # fmt: skip
         return y
-    ready, PDL = Pool(layer.ready, layer.ready.stride(0)), dependent_launches(device)
+    ready = Pool(layer.ready, layer.ready.stride(0))
     units, most = B * G * triton.cdiv(H // G, chosen.carry_heads), B * H * triton.cdiv(V, chosen.flush_v)
     flushers = min(most, chosen.flush_programs * processors(device)) if beside else 0
     prepare_kernel[(flushers + (min(units, chosen.carry_programs * processors(device)) if PDL else units),)](

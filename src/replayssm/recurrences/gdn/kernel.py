@@ -43,67 +43,97 @@ def carry(
     """c_j = w_j (k_j . t), t <- a_j (t - c_j k_j), from the newest record to the oldest; c_0 = 1.
 
     For BJ heads of a key group at once, t of N = H heads; arguments as in mamba2. A gate per record and head, or
-    (CHANNEL, kda) one per key channel. The next record is on its way while the present one is applied.
+    (CHANNEL, kda) one per key channel. N records are on their way together: with one at a time, each was waited for.
+    Vectors of one head lie over one warp's threads, so that nothing goes through shared memory.
     """
     J: tl.constexpr = H // G
+    N: tl.constexpr = 8
     E: tl.constexpr = K if CHANNEL else 1
     C: tl.constexpr = 2 * G * K + H * V
     K_FIRST: tl.constexpr = G * K
     V_FIRST: tl.constexpr = 2 * G * K
     slot, first, before, length, end, row = load_row(table, i_b, B)
-    o_j, o_k, o_p = i_j * BJ + tl.arange(0, BJ), tl.arange(0, BK), tl.arange(0, BP)
+    o_k, o_p = tl.arange(0, BK), tl.arange(0, BP)
     o_x, o_c = i_g * K + o_k, from_c + tl.arange(0, BC)
     m_k, m_c = o_k < K, tl.arange(0, BC) < count
-    m_j = tl.full([BJ, 1], True, tl.int1) if J % BJ == 0 else (o_j < J)[:, None]
-    i_h = (i_g * J + (o_j if J % BJ == 0 else tl.minimum(o_j, J - 1)))[:, None]
-    m_e = m_j & m_k if CHANNEL else m_j
+    m_e = m_k if CHANNEL else length > 0
+    i_h, most = i_g * J + i_j * BJ, J - 1 - i_j * BJ
     p_k = ring.k.data + slot * ring.k.slot + i_g * R * K + o_k
     p_norm = ring.norm.data + slot * ring.norm.slot + i_g * R
-    p_g = ring.g.data + slot * ring.g.slot + i_h * (R * E) + (o_k[None, :] if CHANNEL else 0)
+    p_g = ring.g.data + slot * ring.g.slot + i_h * (R * E) + (o_k if CHANNEL else 0)
     p_w = ring.w.data + slot * ring.w.slot + i_h * R
-    m, own = length > 0, (first + before) % R
-    place, more = (own + R - 1) % R, before > 0
-    b_next = tl.load(p_k + place * K, mask=m_k & more, other=0.0)
-    next_norm, next_w = tl.load(p_norm + place, mask=more, other=0.0), tl.load(p_w + place, mask=m_j & more, other=0.0)
-    b_next_g = tl.load(p_g + place * E, mask=m_e & more, other=0.0)
+    m, own, age = length > 0, (first + before) % R, before - 1
+    records = load_heads(p_k, p_norm, p_g, p_w, first, age, most, m_k, m_e, K, R, E, BJ, N)
     b_q, b_xq = channels(inputs.q, ring.conv, weights, None, row, 0, slot, end, o_x, m_k & m, 0, C, L, W, 1)
     b_k, b_xk = channels(inputs.k, ring.conv, weights, None, row, 0, slot, end, o_x, m_k, K_FIRST, C, L, W, 1)
     b_v, b_xv = channels(inputs.v, ring.conv, weights, None, row, 0, slot, end, o_c, m_c, V_FIRST, C, L, W, 1)
-    own_g, own_w = GATES(inputs, weights, row, 0, i_h, o_k[None, :], m_k[None, :], K)
     norm, own_k = 1 / tl.sqrt(tl.sum(b_k * b_k, 0) + 1e-6), b_k
     b_q *= 1 / tl.sqrt((tl.sum(b_q * b_q, 0) + 1e-6) * K)
     # (1) the token's own record
     b_k *= norm
-    own_c = own_w * tl.sum(b_k * b_q, 0)
-    b_t = tl.exp(own_g) * (b_q[None, :] - own_c * b_k[None, :])
-    b_c = tl.zeros([BJ, BP], tl.float32)
+    score = tl.sum(b_k * b_q, 0)
+    b_t, b_c, own_g, own_w = (), (), (), ()
+    for h in tl.static_range(BJ):
+        g, w = GATES(inputs, weights, row, 0, i_h + tl.minimum(h, most), o_k, m_k, K)
+        own_g, own_w = own_g + (g,), own_w + (w,)  # type: ignore[assignment]
+        b_t = b_t + (tl.exp(g) * (b_q - w * score * b_k),)  # type: ignore[assignment]
+        b_c = b_c + (tl.zeros([BP], tl.float32),)  # type: ignore[assignment]
     # (2) all records before it
-    age = before - 1
+    b_t, b_c = pass_records(b_t, b_c, records, age, o_p, BJ, N)
+    age -= N
     while age >= 0:
-        b_k, b_g, weight = b_next.to(tl.float32) * next_norm, b_next_g, next_w
-        place = (place + R - 1) % R
-        more = age > 0
-        b_next = tl.load(p_k + place * K, mask=m_k & more, other=0.0)
-        next_norm = tl.load(p_norm + place, mask=more, other=0.0)
-        next_w = tl.load(p_w + place, mask=m_j & more, other=0.0)
-        b_next_g = tl.load(p_g + place * E, mask=m_e & more, other=0.0)
-        c_j = weight * tl.sum(b_k[None, :] * b_t, 1)[:, None]
-        b_t = tl.exp(b_g) * (b_t - c_j * b_k[None, :])
-        b_c = tl.where(o_p == age, c_j, b_c)
-        age -= 1
-    store_parts(c + ((row * H + i_h) * BP + o_p) * P, b_c, m_j, 1, P)
-    p_ends = ends + (row * H + i_h) * 2
-    tl.store(p_ends, tl.full([BJ, 1], 1.0, tl.float32), mask=m_j)
-    tl.store(p_ends + 1, own_c, mask=m_j)
-    store_query(t, row * H + i_h, o_k[None, :], b_t, m_j & m_k, K, P)
+        records = load_heads(p_k, p_norm, p_g, p_w, first, age, most, m_k, m_e, K, R, E, BJ, N)
+        b_t, b_c = pass_records(b_t, b_c, records, age, o_p, BJ, N)
+        age -= N
+    for h in tl.static_range(BJ):
+        m_h, at = h <= most, row * H + i_h + h
+        store_parts(c + (at * BP + o_p) * P, b_c[h], m_h & (o_p < BP), 1, P)
+        tl.store(ends + at * 2, 1.0, mask=m_h)
+        tl.store(ends + at * 2 + 1, own_w[h] * score, mask=m_h)
+        store_query(t, at, o_k, b_t[h], m_h & m_k, K, P)
     keep(ring.conv, weights, slot, end, 0, o_x, b_xq, m_k & m, 0, C, L)
     append(
         ring, weights, slot, end, 0, own, i_g, o_k, o_c, own_k, b_xk, b_v, b_xv, m_k, m_c, K_FIRST, V_FIRST, C, L, V,
         K, R,
     )  # fmt: skip
     tl.store(p_norm + own, norm)
-    tl.store(p_g + own * E, own_g, mask=m_e)
-    tl.store(p_w + own, own_w, mask=m_j)
+    for h in tl.static_range(BJ):
+        tl.store(p_g + (h * R + own) * E, own_g[h], mask=(h <= most) & m_e)
+        tl.store(p_w + h * R + own, own_w[h], mask=h <= most)
+
+
+@triton.jit
+def load_heads(
+    p_k, p_norm, p_g, p_w, first, age, most, m_k, m_e, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
+    BJ: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """N records from number `age` downwards: k, 1 / |k|, and g and w of BJ heads (at most `most` + 1 are different)."""
+    records = ()
+    for d in tl.static_range(N):
+        place, more = (first + tl.maximum(age - d, 0)) % R, age >= d
+        g, w = (), ()
+        for h in tl.static_range(BJ):
+            at = tl.minimum(h, most) * R + place
+            g = g + (tl.load(p_g + at * E, mask=m_e & more, other=0.0),)  # type: ignore[assignment]
+            w = w + (tl.load(p_w + at, mask=more, other=0.0),)  # type: ignore[assignment]
+        b_k, norm = tl.load(p_k + place * K, mask=m_k & more, other=0.0), tl.load(p_norm + place, mask=more, other=0.0)
+        records = records + ((b_k, norm, g, w),)  # type: ignore[assignment]
+    return records
+
+
+@triton.jit
+def pass_records(b_t, b_c, records, age, o_p, BJ: tl.constexpr, N: tl.constexpr):
+    """Queries of BJ heads carried over N records, and their weights into b_c [BP] at the records' numbers."""
+    for d in tl.static_range(N):
+        b_k, norm, g, w = records[d]
+        b_k = b_k.to(tl.float32) * norm
+        new_t, new_c = (), ()
+        for h in tl.static_range(BJ):
+            c_j = w[h] * tl.sum(b_k * b_t[h], 0)
+            new_t = new_t + (tl.exp(g[h]) * (b_t[h] - c_j * b_k),)  # type: ignore[assignment]
+            new_c = new_c + (tl.where(o_p == age - d, c_j, b_c[h]),)  # type: ignore[assignment]
+        b_t, b_c = new_t, new_c
+    return b_t, b_c
 
 
 @triton.jit
