@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What results/ holds of a GPU, measured anew:   [OUT=results] [COMMIT=...] [SITE=folder] bash benchmarks/gpu.sh TASK...
 #
-#   compile     kernels of all rows below, 14 processes at once (2 minutes; Triton keeps them in ~/.triton)
+#   compile     kernels of all rows below, 14 processes at once (2 minutes; Triton keeps them in ~/.triton);
+#               benchmarks/precompile.py does it without a GPU
 #   tests       tests marked gpu, 6 processes at once                                        -> gpu_tests.txt
 #   launches    launch choices, one field after the other                                    -> launches.jsonl
 #   kernels     plain decoding against the public kernels (needs vLLM and fla-core)          -> kernels.jsonl
@@ -98,6 +99,6 @@ for task in "$@"; do
     whole spec_decode_throughput --model-id "$QWEN" --dummy-weights "${drafted[@]}"
     whole spec_decode_throughput --model-id "$NANO" --dummy-weights --draft-method ngram "${drafted[@]}"
     whole spec_decode_throughput --model-id nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4 --layers 11 "${drafted[@]}" ;;
-  *) sed -n '2,19p' "$0"; exit 2 ;;
+  *) sed -n '2,20p' "$0"; exit 2 ;;
   esac
 done

@@ -1,5 +1,10 @@
 """What the GPU benchmark needs no GPU for: accepted counts, and which kernels it compares with."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -31,3 +36,16 @@ def test_drafts_have_kernels_of_their_own() -> None:
     plain, drafted = (set(baselines.kinds("gdn", drafts)) for drafts in (False, True))
     assert drafted == {"vllm_gdn_drafts", "vllm_gdn_drafts_cuda"} and not plain & drafted
     assert baselines.kinds("mamba2", drafts=True) == ["vllm_mamba2_drafts"] and not baselines.kinds("kda", drafts=True)
+
+
+def test_kernels_are_compiled_for_a_gpu_without_one(tmp_path):
+    """The four launches of a decode step, as machine code in Triton's cache."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, Path(__file__).parents[1] / "benchmarks" / "precompile.py", "kernels"]
+    command += ["--case", "mamba2-h64", "--batch", "16", "--format", "bf16", "--only-compile", "0/1"]
+    done = subprocess.run(
+        command, env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    compiled = {path.stem for path in tmp_path.glob("*/*.cubin")}
+    assert compiled == {"begin_kernel", "prepare_kernel", "read_kernel", "commit_kernel"}
