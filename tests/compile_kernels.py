@@ -147,7 +147,7 @@ def jobs(
                 types["t"] = "*fp32"
             if chosen.together:
                 constants = (
-                    carrying | reading | folding | {"BF": chosen.fold_v, "AT_ONCE": chosen.fold_at_once, "PDL": PDL}
+                    carrying | reading | folding | {"BF": chosen.fold_v, "RECORDS": chosen.fold_records, "PDL": PDL}
                 )
                 found.append(
                     (
@@ -163,7 +163,7 @@ def jobs(
                 constants = reading | {"BJ": chosen.carry_heads, "PDL": PDL, "BW": chosen.flush_v, "FORMAT": fmt}
                 found.append((f"read {fmt}", kernels.read_kernel, types, constants, chosen.read_warps, None))
                 constants = carrying | folding | {
-                    "BV": chosen.flush_v, "AT_ONCE": chosen.fold_at_once, "BJ": chosen.carry_heads, "PDL": PDL,
+                    "BV": chosen.flush_v, "RECORDS": chosen.fold_records, "BJ": chosen.carry_heads, "PDL": PDL,
                     "BC": triton.next_power_of_2(chosen.carry_heads * V),
                 }  # fmt: skip
                 types |= inputs | {"B": "i32", "FLUSHERS": "i32"}

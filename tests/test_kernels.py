@@ -65,15 +65,15 @@ def test_flush_carry_and_read_as_launches_of_their_own(
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["one launch", "two launches"])
-@pytest.mark.parametrize("at_once", [True, False], ids=["one product", "walked"])
+@pytest.mark.parametrize("records", [0, 1, 2], ids=["one product", "walked", "walked by twos"])
 @pytest.mark.parametrize("name", recurrences.names())
-def test_both_ways_to_fold(
-    name: str, at_once: bool, together: bool, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+def test_all_ways_to_fold(
+    name: str, records: int, together: bool, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
 ) -> None:
-    """Whichever the launch choices say, in both kinds of launches; `bench launches` tries the other one."""
+    """Whichever the launch choices say, in both kinds of launches; `bench launches` tries the others."""
     chosen = kernels.launch
     monkeypatch.setattr(kernels, "in_one_launch", lambda rows, heads: together)
-    monkeypatch.setattr(kernels, "launch", lambda *cell: chosen(*cell)._replace(fold_at_once=at_once))
+    monkeypatch.setattr(kernels, "launch", lambda *cell: chosen(*cell)._replace(fold_records=records))
     life = Life(make_cache(name, ODD, implementation="triton", slots=2, window=3, max_tokens=2), generator)
     for lengths in ([1, 1], [2, 1], [1, 1], [1, 1], [0, 1], [1, 1], [1, 2]):
         life.run([1, 0], lengths)

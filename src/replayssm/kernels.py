@@ -373,7 +373,7 @@ def prepare_kernel(
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, W: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BJ: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr,
-    FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, STEP: tl.constexpr, AT_ONCE: tl.constexpr,
+    FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, STEP: tl.constexpr, RECORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """All that a read awaits: the first FLUSHERS programs flush, the others carry; each goes through its share.
@@ -408,7 +408,7 @@ def prepare_kernel(
         if STEP is not None:
             flush_rows(
                 planes, key, ring, table, ready, i, FLUSHERS, B, H, G, V, K, R, CHANNEL, BP, BV, BK, DELTA, FORMAT,
-                STEP, AT_ONCE,
+                STEP, RECORDS,
             )  # fmt: skip
     else:
         J: tl.constexpr = H // G
@@ -592,22 +592,40 @@ def load_record(
 def fold_tile(
     b_s, ring, slot, first, count, i_h, o_v,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    BK: tl.constexpr, DELTA: tl.constexpr, STEP: tl.constexpr,
+    BK: tl.constexpr, DELTA: tl.constexpr, STEP: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The tile b_s [BV, BK] after `count` records from place `first`, by the recurrence; the next is on its way."""
+    """The tile b_s [BV, BK] after `count` records from place `first`, by the recurrence, one after the other.
+
+    While one is applied the next is on its way; or N are on their way together, if that is more than one.
+    """
     o_k = tl.arange(0, BK)
-    b_k, norm, b_v, b_g, weight = load_record(
-        ring, slot, first, 0 < count, i_h, o_v, o_k, H, G, V, K, R, CHANNEL, DELTA
-    )
-    place, i = first, 0
-    while i < count:
-        i += 1
-        place = tl.where(place + 1 < R, place + 1, 0)
-        next_k, next_norm, next_v, next_g, next_w = load_record(
-            ring, slot, place, i < count, i_h, o_v, o_k, H, G, V, K, R, CHANNEL, DELTA
-        )  # fmt: skip
-        b_s = STEP(b_s, b_k.to(tl.float32) * norm, b_v.to(tl.float32), b_g, weight)
-        b_k, norm, b_v, b_g, weight = next_k, next_norm, next_v, next_g, next_w
+    if N == 1:
+        b_k, norm, b_v, b_g, weight = load_record(
+            ring, slot, first, 0 < count, i_h, o_v, o_k, H, G, V, K, R, CHANNEL, DELTA
+        )
+        place, i = first, 0
+        while i < count:
+            i += 1
+            place = tl.where(place + 1 < R, place + 1, 0)
+            next_k, next_norm, next_v, next_g, next_w = load_record(
+                ring, slot, place, i < count, i_h, o_v, o_k, H, G, V, K, R, CHANNEL, DELTA
+            )  # fmt: skip
+            b_s = STEP(b_s, b_k.to(tl.float32) * norm, b_v.to(tl.float32), b_g, weight)
+            b_k, norm, b_v, b_g, weight = next_k, next_norm, next_v, next_g, next_w
+    else:
+        i = 0
+        while i < count:
+            records = ()
+            for d in tl.static_range(N):
+                record = load_record(
+                    ring, slot, (first + i + d) % R, i + d < count, i_h, o_v, o_k, H, G, V, K, R, CHANNEL, DELTA
+                )  # fmt: skip
+                records = records + (record,)  # type: ignore[assignment]
+            for d in tl.static_range(N):
+                b_k, norm, b_v, b_g, weight = records[d]
+                if i + d < count:
+                    b_s = STEP(b_s, b_k.to(tl.float32) * norm, b_v.to(tl.float32), b_g, weight)
+            i += N
     return b_s
 
 
@@ -642,18 +660,20 @@ def flush_tile(
     planes, key, ring, table, folds, i_b, i_h, i_v, B,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
     BP: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
-    STEP: tl.constexpr, AT_ONCE: tl.constexpr,
+    STEP: tl.constexpr, RECORDS: tl.constexpr,
 ):  # fmt: skip
     """Fold the `folds` records in front of row i_b's ring_start into part i_v of head i_h, in place."""
     slot, first, _, _, _, _ = load_row(table, i_b, B)
     o_v = i_v * BV + tl.arange(0, BV)
     first = (first + R - folds) % R
     b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BK, FORMAT)
-    if AT_ONCE and not DELTA:
+    if RECORDS == 0 and not DELTA:
         b_g, b_n = added_at_once(ring, slot, first, folds, i_h, o_v, H, G, V, K, R, BP, BV, BK)
         b_s += expm1(b_g) * b_s + b_n
     else:
-        b_s = fold_tile(b_s, ring, slot, first, folds, i_h, o_v, H, G, V, K, R, CHANNEL, BK, DELTA, STEP)
+        b_s = fold_tile(
+            b_s, ring, slot, first, folds, i_h, o_v, H, G, V, K, R, CHANNEL, BK, DELTA, STEP, max(RECORDS, 1)
+        )  # fmt: skip
     if needs_whole_rows(FORMAT):
         tl.debug_barrier()  # all threads have loaded what is written over
     store(planes, slot, i_h, o_v, b_s, key, slot, tl.load(table + 8 * B + i_b), V, K, BV, BK, FORMAT)
@@ -664,7 +684,7 @@ def flush_rows(
     planes, key, ring, table, ready, i, FLUSHERS, B,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
     BP: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
-    STEP: tl.constexpr, AT_ONCE: tl.constexpr,
+    STEP: tl.constexpr, RECORDS: tl.constexpr,
 ):  # fmt: skip
     """flush_tile for every FLUSHERS-th part of a head of the rows that are due, from the i-th on."""
     parts: tl.constexpr = (V + BV - 1) // BV
@@ -675,7 +695,7 @@ def flush_rows(
         folds = tl.load(table + 4 * B + i_b)
         flush_tile(
             planes, key, ring, table, folds, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BP, BV, BK, DELTA, FORMAT,
-            STEP, AT_ONCE,
+            STEP, RECORDS,
         )  # fmt: skip
         publish(ready, table, i_b, H + i_h * parts + i_v, B)
         i += FLUSHERS
@@ -733,7 +753,7 @@ def decode_kernel(
     R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr,
     BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr,
     DELTA: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, STEP: tl.constexpr,
-    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    RECORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Carry, flush and read in one launch, for small batches: grid (V / BV, H, B), arguments as in both.
 
@@ -755,7 +775,7 @@ def decode_kernel(
                 while from_v < tl.minimum((i_v + 1) * BV, V):
                     flush_tile(
                         planes, key, ring, table, folds, i_b, i_h, from_v // BF, B, H, G, V, K, R, CHANNEL, BP, BF, BK,
-                        DELTA, FORMAT, STEP, AT_ONCE,
+                        DELTA, FORMAT, STEP, RECORDS,
                     )  # fmt: skip
                     from_v += BF
                 tl.debug_barrier()  # for other threads of this program
@@ -801,7 +821,9 @@ def fold_kernel(
     if (not IN_PLACE) or ((slot >= 0) & (count > 0)):
         o_v = i_v * BV + tl.arange(0, BV)
         b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BK, FORMAT)
-        b_s = fold_tile(b_s, ring, slot, tl.load(start + i_n), count, i_h, o_v, H, G, V, K, R, CHANNEL, BK, DELTA, STEP)
+        b_s = fold_tile(
+            b_s, ring, slot, tl.load(start + i_n), count, i_h, o_v, H, G, V, K, R, CHANNEL, BK, DELTA, STEP, 1
+        )  # fmt: skip
         flush = 0
         if IN_PLACE:
             flush = tl.load(flushes + i_n)
@@ -857,7 +879,8 @@ class Launch(NamedTuple):
             spill (NVIDIA).
         carry_heads, carry_programs: heads of a key group that are carried at a time; so many programs go through rows.
         flush_v, flush_programs: rows of V that are flushed at a time; so many programs go through the list of due rows.
-        fold_at_once: without the delta rule a flush takes all records together, on tensor cores, not one by one.
+        fold_records: records that a flush has on their way together (kernels.fold_tile); 0 for all in one product on
+            tensor cores, which the delta rule does not have.
     """
 
     together: bool
@@ -870,7 +893,7 @@ class Launch(NamedTuple):
     carry_programs: int
     flush_v: int
     flush_programs: int
-    fold_at_once: bool
+    fold_records: int
 
 
 def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) -> Launch:
@@ -917,7 +940,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         carry_programs=8,
         flush_v=min(most, 16),
         flush_programs=4 if walks and format == "fp32" else 8,
-        fold_at_once=not (walks or together),  # in one launch it spills
+        fold_records=int(walks or together),  # all in one launch: spills
     )
     if tokens == 1:
         return one
@@ -1030,7 +1053,7 @@ def decode(
     }  # fmt: skip
     flushing = sizes | {
         "CHANNEL": recurrence.channel_gate, "DELTA": recurrence.delta, "FORMAT": format,
-        "STEP": module.step if beside else None, "BP": tile["BP"], "AT_ONCE": chosen.fold_at_once,
+        "STEP": module.step if beside else None, "BP": tile["BP"], "RECORDS": chosen.fold_records,
     }  # fmt: skip
     if skip is not None:
         skip = (skip[:, None] if skip.ndim == 1 else skip).expand(H, V)

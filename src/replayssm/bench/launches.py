@@ -30,8 +30,8 @@ GROUPS: dict[str, list[dict[str, int]]] = {
         for v, warps in ((16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 1), (64, 2), (64, 4), (128, 4))
     ],
     "flush": [
-        {"fold_at_once": at_once, "flush_v": v, "prepare_warps": warps, "flush_programs": n}
-        for at_once in (0, 1)
+        {"fold_records": records, "flush_v": v, "prepare_warps": warps, "flush_programs": n}
+        for records in (0, 1, 4, 8)
         for v, warps in ((16, 1), (16, 2), (16, 4), (32, 2))
         for n in (2, 4, 8)
     ],
