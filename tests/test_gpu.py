@@ -77,7 +77,7 @@ SCALED = {
 
 
 @pytest.mark.parametrize("case, format", [(case, format) for case, some in SCALED.items() for format in some])
-@pytest.mark.parametrize("rows", [2, 24], ids=["one launch", "two launches"])
+@pytest.mark.parametrize("rows", [1, 24], ids=["one launch", "two launches"])
 def test_scaled_formats_equal_torch(case: str, format: str, rows: int) -> None:
     """Real sizes, bf16 activations, two flushes; the same encoding and noise, so only sums differ."""
     errors = bench.check(case, rows, format, bench.Steps(), steps=36)
@@ -97,7 +97,7 @@ DRAFTED = [
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain of 5", "tree of 8"])
-@pytest.mark.parametrize("rows", [2, 12], ids=["one launch", "two launches"])
+@pytest.mark.parametrize("rows", [2, 12], ids=["few rows", "more rows"])
 @pytest.mark.parametrize(
     "format, dtype", [("fp32", torch.float32), ("fp32", torch.bfloat16), ("split16", torch.bfloat16)]
 )
@@ -196,7 +196,47 @@ def test_one_captured_step_serves_every_tree(name: str, rows: int, generator: to
     assert ours.num_committed.tolist() == exact.num_committed.tolist()
 
 
-@pytest.mark.parametrize("sizes", [(3, 8), (24, 70)], ids=["one launch", "two launches"])
+@pytest.mark.parametrize("rows", [2, 24], ids=["one launch", "two launches"])
+@pytest.mark.parametrize("last", ["copy", "stream"])
+def test_a_captured_layer_may_follow_any_work(last: str, rows: int, generator: torch.Generator) -> None:
+    """Launches that begin early await what is in front of them: a copy, another stream's kernel."""
+    geometry = SIZES["gdn"][0]
+    ours, exact = caches("gdn", geometry, rows)
+    weights = make_weights(exact, generator)
+    on_gpu, in_fp64 = cast(weights, "cuda"), cast(weights, torch.float64)
+    slots, side, outputs = torch.arange(rows, device="cuda"), torch.cuda.Stream(), []
+    x, raw_g, raw_w = (moved(part, "cuda") for part in make_inputs(ours, rows, 1, generator))
+    new_x, half_w = x.clone(), raw_w / 2
+
+    def on_another_stream() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.add(half_w, half_w, out=raw_w)
+        torch.cuda.current_stream().wait_stream(side)
+
+    def run() -> None:
+        step = ours.begin(slots)
+        work = {"copy": lambda: x.copy_(new_x), "stream": on_another_stream}
+        for name in sorted(work, key=lambda name: name == last):
+            work[name]()
+        outputs.append(decode_layer(ours, 0, step, x, raw_g, raw_w, on_gpu))
+        ours.commit(step)
+
+    graph = captured(run)
+    ours.reset(slots)
+    for _ in range(20):
+        fresh = make_inputs(ours, rows, 1, generator)
+        new_x.copy_(fresh.x)
+        half_w.copy_(fresh.raw_w / 2)
+        graph.replay()
+        step = exact.begin(slots.cpu())
+        inputs = (moved(part, torch.float64) for part in (fresh.x, raw_g.cpu(), fresh.raw_w))
+        expected = decode_layer(exact, 0, step, *inputs, in_fp64)
+        exact.commit(step)
+        assert relative(outputs[-1], expected) < 1e-5
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (24, 70)], ids=["one launch", "two launches"])
 @pytest.mark.parametrize("format", ["fp32", "split16"])
 @pytest.mark.parametrize("name", recurrences.names())
 def test_bitwise_repeatable_and_independent_of_the_batch(
