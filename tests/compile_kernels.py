@@ -1,6 +1,6 @@
 """Compile every kernel for a GPU that need not be here; report registers and spills: python compile_kernels.py 90.
 
-`python compile_kernels.py 90 5 9` reports what differs where steps bring 5 or 9 tokens: carry, read and the
+`python compile_kernels.py 90 5 9` reports what differs where steps bring 5 or 9 tokens: prepare, read and the
 one launch of small batches, of the first geometry of every recurrence.
 
 `python compile_kernels.py cost` reports the machine instructions per element (sm_90) of every format's blocks.
@@ -149,16 +149,8 @@ def jobs(
                 constants = (
                     carrying | reading | folding | {"BF": chosen.fold_v, "RECORDS": chosen.fold_records, "PDL": PDL}
                 )
-                found.append(
-                    (
-                        f"decode {fmt}",
-                        kernels.decode_kernel,
-                        types | inputs,
-                        constants,
-                        chosen.read_warps,
-                        chosen.registers,
-                    )
-                )
+                limits = chosen.read_warps, chosen.registers
+                found.append((f"decode {fmt}", kernels.decode_kernel, types | inputs, constants, *limits))
             else:
                 constants = reading | {"BJ": chosen.carry_heads, "PDL": PDL, "BW": chosen.flush_v, "FORMAT": fmt}
                 found.append((f"read {fmt}", kernels.read_kernel, types, constants, chosen.read_warps, None))
@@ -166,7 +158,7 @@ def jobs(
                     "BV": chosen.flush_v, "RECORDS": chosen.fold_records, "BJ": chosen.carry_heads, "PDL": PDL,
                     "BC": triton.next_power_of_2(chosen.carry_heads * V),
                 }  # fmt: skip
-                types |= inputs | {"B": "i32", "FLUSHERS": "i32"}
+                types |= inputs | {"B": "i32", "flushers": "i32"}
                 limits = chosen.prepare_warps, chosen.registers
                 found.append((f"prepare {fmt}", kernels.prepare_kernel, types, constants, *limits))
         into = planes | {"into": pools, "ring": RING}
@@ -248,7 +240,7 @@ def drafts(arch: str, tokens: int) -> None:
     """One line per kernel of several tokens."""
     for name, sizes in SHAPES.items():
         for what, kernel, types, constants, warps, most in jobs(name, sizes[0], tokens, False):
-            if what in ("carry", "read fp32", "read split16", "decode fp32", "flush split16"):
+            if what in ("read fp32", "read split16", "decode fp32", "prepare fp32", "prepare split16"):
                 target = GPUTarget("cuda", int(arch), 32)
                 print(arch, name, tokens, what, resources(kernel, types, constants, warps, target, most), flush=True)
 

@@ -369,14 +369,14 @@ def await_number(ready, slot, number, at):
 
 @triton.jit
 def prepare_kernel(
-    planes, key, inputs, ring, weights, table, ready, parent, kin, q, t, c, ends, B, FLUSHERS,
+    planes, key, inputs, ring, weights, table, ready, parent, kin, q, t, c, ends, B, flushers,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, W: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BJ: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr,
     FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, STEP: tl.constexpr, RECORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """All that a read awaits: the first FLUSHERS programs flush, the others carry; each goes through its share.
+    """All that a read awaits: the first flushers programs flush, the others carry; each goes through its share.
 
     Flush: BV rows of V of a head of a row that is due, by the list of such rows, empty or not. Append and carry: BJ
     heads of a key group and row, rows in order. It begins before the launch in front of it has ended, and awaits that.
@@ -404,16 +404,16 @@ def prepare_kernel(
         gdc_wait()
         gdc_launch_dependents()
     i = tl.program_id(0)
-    if i < FLUSHERS:
+    if i < flushers:
         if STEP is not None:
             flush_rows(
-                planes, key, ring, table, ready, i, FLUSHERS, B, H, G, V, K, R, CHANNEL, BP, BV, BK, DELTA, FORMAT,
+                planes, key, ring, table, ready, i, flushers, B, H, G, V, K, R, CHANNEL, BP, BV, BK, DELTA, FORMAT,
                 STEP, RECORDS,
             )  # fmt: skip
     else:
         J: tl.constexpr = H // G
         parts: tl.constexpr = (J + BJ - 1) // BJ
-        i -= FLUSHERS
+        i -= flushers
         while i < B * (G * parts):
             i_b, i_u = i // (G * parts), i % (G * parts)
             if tl.load(table + i_b) >= 0:
@@ -431,7 +431,7 @@ def prepare_kernel(
                         H, G, V, K, R, L, W, PT, BP, BK, BJ, BC, CHANNEL, GATES,
                     )  # fmt: skip
                 publish(ready, table, i_b, i_h, B)
-            i += tl.num_programs(0) - FLUSHERS
+            i += tl.num_programs(0) - flushers
 
 
 @triton.jit
@@ -681,12 +681,12 @@ def flush_tile(
 
 @triton.jit
 def flush_rows(
-    planes, key, ring, table, ready, i, FLUSHERS, B,
+    planes, key, ring, table, ready, i, flushers, B,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
     BP: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
     STEP: tl.constexpr, RECORDS: tl.constexpr,
 ):  # fmt: skip
-    """flush_tile for every FLUSHERS-th part of a head of the rows that are due, from the i-th on."""
+    """flush_tile for every flushers-th part of a head of the rows that are due, from the i-th on."""
     parts: tl.constexpr = (V + BV - 1) // BV
     i_n = i // (H * parts)
     i_b = tl.load(table + 6 * B + i_n, mask=i_n < B, other=-1)
@@ -698,7 +698,7 @@ def flush_rows(
             STEP, RECORDS,
         )  # fmt: skip
         publish(ready, table, i_b, H + i_h * parts + i_v, B)
-        i += FLUSHERS
+        i += flushers
         i_n = i // (H * parts)
         i_b = tl.load(table + 6 * B + i_n, mask=i_n < B, other=-1)
 
@@ -940,7 +940,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         carry_programs=8,
         flush_v=min(most, 16),
         flush_programs=4 if walks and format == "fp32" else 8,
-        fold_records=int(walks or together),  # all in one launch: spills
+        fold_records=1 if walks or together else 0,  # at once spills in one warp of one launch
     )
     if tokens == 1:
         return one
@@ -948,9 +948,11 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
     return one._replace(
         read_v=min(most, 16 if one.together else wide),
         read_warps=2 if one.together else wide // 16,
+        prepare_warps=one.prepare_warps if walks else 2,
         carry_heads=min(2, H // G) if recurrence.delta else one.carry_heads,
         carry_programs=4 if recurrence.delta else 2,
         flush_programs=8 if walks else 5,
+        fold_records=1 if walks else 0,
     )
 
 
@@ -1060,11 +1062,12 @@ def decode(
     outputs = (y, None if skip is None else Field(skip, *skip.stride()), None if gate is None else field(gate))
     grid = (triton.cdiv(V, chosen.read_v), H, B)
     PDL = dependent_launches(device)
+    early, limited = ({"launch_pdl": True}, {"maxnreg": chosen.registers}) if PDL else ({}, {})
     if chosen.together:
         decode_kernel[grid](
             checkpoint, layer.key, inputs, ring, weights, table, step.parent, step.kin, q, t, c, ends, *outputs,
             **(carrying | reading | flushing), PDL=PDL, BV=chosen.read_v, BF=chosen.fold_v, num_warps=chosen.read_warps,
-            **({"maxnreg": chosen.registers, "launch_pdl": True} if PDL else {}),
+            **early, **limited,
         )  # fmt: skip
         return y
     ready = Pool(layer.ready, layer.ready.stride(0))
@@ -1074,12 +1077,12 @@ def decode(
         checkpoint, layer.key, inputs, ring, weights, table, ready, step.parent, step.kin, q, t, c, ends, B, flushers,
         **(carrying | flushing), PDL=PDL, BV=chosen.flush_v, BJ=chosen.carry_heads,
         BC=triton.next_power_of_2(chosen.carry_heads * V), num_warps=chosen.prepare_warps,
-        **({"maxnreg": chosen.registers, "launch_pdl": True} if PDL else {}),
+        **early, **limited,
     )  # fmt: skip
     read_kernel[grid](
         checkpoint, ring, table, ready, t, c, ends, *outputs, **reading, PDL=PDL, FORMAT=format, BV=chosen.read_v,
         BJ=chosen.carry_heads, BW=chosen.flush_v if beside else None, num_warps=chosen.read_warps,
-        **({"launch_pdl": True} if PDL else {}),
+        **early,
     )  # fmt: skip
     return y
 

@@ -63,7 +63,7 @@ def carry(
     p_g = ring.g.data + slot * ring.g.slot + i_h * (R * E) + (o_k if CHANNEL else 0)
     p_w = ring.w.data + slot * ring.w.slot + i_h * R
     m, own, age = length > 0, (first + before) % R, before - 1
-    records = load_heads(p_k, p_norm, p_g, p_w, first, age, most, m_k, m_e, K, R, E, BJ, N)
+    records = load_records(p_k, p_norm, p_g, p_w, first, age, most, m_k, m_e, K, R, E, BJ, N)
     b_q, b_xq = channels(inputs.q, ring.conv, weights, None, row, 0, slot, end, o_x, m_k & m, 0, C, L, W, 1)
     b_k, b_xk = channels(inputs.k, ring.conv, weights, None, row, 0, slot, end, o_x, m_k, K_FIRST, C, L, W, 1)
     b_v, b_xv = channels(inputs.v, ring.conv, weights, None, row, 0, slot, end, o_c, m_c, V_FIRST, C, L, W, 1)
@@ -82,7 +82,7 @@ def carry(
     b_t, b_c = pass_records(b_t, b_c, records, age, o_p, BJ, N)
     age -= N
     while age >= 0:
-        records = load_heads(p_k, p_norm, p_g, p_w, first, age, most, m_k, m_e, K, R, E, BJ, N)
+        records = load_records(p_k, p_norm, p_g, p_w, first, age, most, m_k, m_e, K, R, E, BJ, N)
         b_t, b_c = pass_records(b_t, b_c, records, age, o_p, BJ, N)
         age -= N
     for h in tl.static_range(BJ):
@@ -103,7 +103,7 @@ def carry(
 
 
 @triton.jit
-def load_heads(
+def load_records(
     p_k, p_norm, p_g, p_w, first, age, most, m_k, m_e, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
     BJ: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -186,7 +186,7 @@ def carry_tokens(
         b_sum = tl.zeros([BT], tl.float32)
         age = length - 1
         while age >= 0:
-            records = load_records(p_k, p_norm, p_g, p_w, first + before, age, m_k, m_e, K, R, E, N)
+            records = load_records(p_k, p_norm, p_g, p_w, first + before, age, 0, m_k, m_e, K, R, E, 1, N)
             for d in tl.static_range(N):
                 i = tl.maximum(age - d, 0)
                 if kin is not None:
@@ -200,7 +200,7 @@ def carry_tokens(
             age -= N
         age = before - 1
         while age >= 0:
-            records = load_records(p_k, p_norm, p_g, p_w, first, age, m_k, m_e, K, R, E, N)
+            records = load_records(p_k, p_norm, p_g, p_w, first, age, 0, m_k, m_e, K, R, E, 1, N)
             for d in tl.static_range(N):
                 b_t, b_sum, b_c = pass_by(b_t, b_sum, records[d], CHANNEL)
                 tl.store(p_c + 1 + age - d, b_c, mask=(o_t < T) & (age >= d))
@@ -214,7 +214,8 @@ def carry_tokens(
 @triton.jit
 def pass_by(b_t, b_sum, record, CHANNEL: tl.constexpr):
     """Queries exp(b_sum) b_t carried over one record, and its weights c [BT]. A gate of one number goes into b_sum."""
-    key, norm, gate, beta = record
+    key, norm, g, w = record
+    gate, beta = g[0], w[0]
     key = key.to(tl.float32)[None, :] * norm
     b_c = beta * tl.sum(b_t * key, 1)
     b_t -= b_c[:, None] * key
@@ -222,30 +223,6 @@ def pass_by(b_t, b_sum, record, CHANNEL: tl.constexpr):
         return b_t * tl.exp(gate)[None, :], b_sum, b_c
     else:
         return b_t, b_sum + gate, b_c * tl.exp(b_sum)
-
-
-@triton.jit
-def load_records(
-    p_k, p_norm, p_g, p_w, first, age, m_k, m_e, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr, N: tl.constexpr
-):
-    """N records from number `age` downwards."""
-    records = ()
-    for d in tl.static_range(N):
-        record = load_one(p_k, p_norm, p_g, p_w, first, age - d, m_k, m_e, K, R, E)
-        records = records + (record,)  # type: ignore[assignment]
-    return records
-
-
-@triton.jit
-def load_one(p_k, p_norm, p_g, p_w, first, age, m_k, m_e, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
-    """k [BK] as stored, 1 / |k|, g (one, or BK) and w of record number `age`: nothing below 0."""
-    place, more = (first + tl.maximum(age, 0)) % R, age >= 0
-    return (
-        tl.load(p_k + place * K, mask=m_k & more, other=0.0),
-        tl.load(p_norm + place, mask=more, other=0.0),
-        tl.load(p_g + place * E, mask=m_e & more, other=0.0),
-        tl.load(p_w + place, mask=more, other=0.0),
-    )
 
 
 @triton.jit
