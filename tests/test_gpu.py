@@ -38,6 +38,15 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double().cpu() - b.double()).norm() / b.double().norm())
 
 
+def check_outputs(y: torch.Tensor, expected: torch.Tensor, slots: torch.Tensor) -> None:
+    """Finite, zero for padding, and those of fp64 (or zero, where all are)."""
+    assert torch.isfinite(y).all() and not y[(slots == PAD_SLOT).cuda()].any()
+    if expected.any():
+        assert relative(y, expected) < 1e-5
+    else:
+        assert not y.any()
+
+
 @pytest.mark.parametrize("format", ["fp32", "split16", "bf16", "fp16"])
 @pytest.mark.parametrize("name, geometry", CASES, ids=str)
 def test_kernels_equal_fp64(name: str, geometry: Geometry, format: str, generator: torch.Generator) -> None:
@@ -84,7 +93,6 @@ def test_scaled_formats_equal_torch(case: str, format: str, rows: int) -> None:
     assert errors["state_torch"] < max(bench.ROUNDING["state"], bench.SHARE * errors["state"])
 
 
-TREE, DEEPEST = [-1, 0, 0, 1, 1, 3, 3, 5], [0, 1, 3, 5, 7]
 # real sizes, and a ratio of heads, a head dim and a key dim that are no powers of two
 DRAFTED = [
     ("mamba2", Geometry(64, 8, 64, 128)),
@@ -120,10 +128,10 @@ def test_drafts_equal_fp64(
     for i in range(14):
         tokens = 1 if i % 5 == 4 else T
         drafts = tree and tokens > 1
-        parent = torch.tensor(TREE).expand(rows, -1).cuda() if drafts else None
+        parent = torch.tensor(bench.TREE).expand(rows, -1).cuda() if drafts else None
         lengths = torch.randint(1, tokens + 1, (rows,), generator=generator)
         counts = 1 + (torch.rand(rows, generator=generator) * lengths.clamp(max=5)).long().clamp(max=4)
-        path = torch.tensor(DEEPEST).expand(rows, -1)
+        path = torch.tensor(bench.DEEPEST).expand(rows, -1)
         counts = torch.minimum(counts, (path < lengths[:, None]).sum(1) if drafts else lengths)
         path = torch.where(torch.arange(5) < counts[:, None], path, -1)
         inputs = make_inputs(ours, rows, tokens, generator)
@@ -185,12 +193,7 @@ def test_one_captured_step_serves_every_tree(name: str, rows: int, generator: to
         step = exact.begin(new, long, tokens=T, parent=above)
         expected = decode_layer(exact, 0, step, *(moved(x, torch.float64) for x in fresh), in_fp64)
         exact.commit(step, path=torch.where(new[:, None] >= 0, taken, -1))
-        y = outputs[-1]
-        assert torch.isfinite(y).all() and not y[(new == PAD_SLOT).cuda()].any()
-        if expected.any():
-            assert relative(y, expected) < 1e-5
-        else:
-            assert not y.any()
+        check_outputs(outputs[-1], expected, new)
     everyone = torch.arange(rows)
     assert relative(ours.materialize(0, everyone.cuda()), exact.materialize(0, everyone)) < 2e-6
     assert ours.num_committed.tolist() == exact.num_committed.tolist()
@@ -316,12 +319,7 @@ def test_one_captured_step_serves_every_step(name: str, rows: int, T: int, gener
         step = exact.begin(new, long, tokens=T)
         expected = decode_layer(exact, 0, step, *(moved(x, torch.float64) for x in fresh), in_fp64)
         exact.commit(step, counted)
-        y = outputs[-1]
-        assert torch.isfinite(y).all() and not y[(new == PAD_SLOT).cuda()].any()
-        if expected.any():
-            assert relative(y, expected) < 1e-5
-        else:
-            assert not y.any()
+        check_outputs(outputs[-1], expected, new)
     everyone = torch.arange(count)
     assert relative(ours.materialize(0, everyone.cuda()), exact.materialize(0, everyone)) < 2e-6
     assert ours.num_committed.tolist() == exact.num_committed.tolist()

@@ -21,7 +21,7 @@ from rich.table import Table
 from replayssm import kernels
 from replayssm.bench import append_rows
 from replayssm.bench import kernels as kernels_bench
-from replayssm.bench.kernels import CASES, Steps, _Ours
+from replayssm.bench.kernels import CASES, Steps
 from replayssm.compare import provenance
 
 GROUPS: dict[str, list[dict[str, int]]] = {
@@ -75,7 +75,7 @@ def main(
         for cell, change in choices[first::every]:
             if allowed(cell[0], change):
                 with changed(change):
-                    _Ours(*cell, layers=1, staggered=True, steps=steps).step()
+                    kernels_bench._Ours(*cell, layers=1, staggered=True, steps=steps).step()
         torch.cuda.synchronize()
         return
     console = Console(width=120)
