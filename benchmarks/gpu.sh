@@ -56,7 +56,9 @@ for task in "$@"; do
   launches)
     at_once 14 compile-launches bench launches --case mamba2-h64 --case qwen3.5-4b --only-compile
     bench launches --case mamba2-h64 --case qwen3.5-4b "${commit[@]}" --out "$out/launches.jsonl" --seconds 240 ;;
-  kernels) rows --seconds 400 ;;
+  kernels)
+    rows --seconds 400
+    rows --case super --case qwen3.5-122b --batch 512 --seconds 60 ;;
   formats) rows --case mamba2-h64 --case qwen3.5-4b --batch 256 --format "$narrow" --seconds 240 ;;
   drafts)
     for window in 16 32; do
