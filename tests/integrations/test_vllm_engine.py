@@ -27,6 +27,7 @@ from vllm.config import (  # noqa: E402
 )
 from vllm.distributed import init_distributed_environment, initialize_model_parallel  # noqa: E402
 from vllm.forward_context import set_forward_context  # noqa: E402
+from vllm.utils.network_utils import get_open_port  # noqa: E402
 from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
 
 from replayssm.integrations.vllm import register  # noqa: E402
@@ -61,7 +62,7 @@ def engine() -> Any:
     os.environ["VLLM_GDN_DECODE_KERNEL"] = "triton"
     register()
     with set_current_vllm_config(config("mamba2", None, 0, "float32")):
-        init_distributed_environment(1, 0, "tcp://127.0.0.1:29533", 0, "nccl")
+        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "nccl")
         initialize_model_parallel(1, 1)
         yield
 

@@ -38,7 +38,8 @@ def child(case: dict[str, Any]) -> dict[str, Any]:
 
     options: dict[str, Any] = {
         "model": case["model"], "dtype": case.get("dtype", "float32"), "max_model_len": 1024, "max_num_seqs": 24,
-        "enable_prefix_caching": False, "gpu_memory_utilization": 0.2, "attention_backend": "TRITON_ATTN", "seed": 0,
+        "enable_prefix_caching": False, "attention_backend": "TRITON_ATTN", "seed": 0,
+        "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.05,  # so that several cases share a GPU
         "gdn_prefill_backend": "triton", "skip_tokenizer_init": True, "disable_log_stats": False,
     }  # fmt: skip
     if case.get("format"):

@@ -32,14 +32,14 @@ GROUPS: dict[str, list[dict[str, int]]] = {
     "flush": [
         {"fold_records": records, "flush_v": v, "prepare_warps": warps, "flush_programs": n}
         for records in (0, 1, 4, 8)
-        for v, warps in ((16, 1), (16, 2), (16, 4), (32, 2))
-        for n in (2, 4, 8)
+        for v, warps in ((16, 1), (16, 2), (32, 2))
+        for n in (4, 8)
     ],
     "carry": [
         {"carry_heads": heads, "prepare_warps": warps, "carry_programs": n}
         for heads in (1, 2, 4, 8)
-        for warps in (1, 2, 4)
-        for n in (2, 4, 8)
+        for warps in (1, 2)
+        for n in (4, 8)
     ],
     "together": [
         {"together": 1, "read_v": v, "read_warps": warps}
