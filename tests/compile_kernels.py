@@ -135,7 +135,7 @@ def jobs(
     for fmt in FORMATS + (SCALED if size == SHAPES[name][0] else ()):
         pools = tuple(Pool(POINTERS[plane.dtype], "i32") for plane in formats.get(fmt).planes)
         planes = {"planes": pools, "key": "*i64"}
-        folding = sizes | {"FORMAT": fmt, "DELTA": delta, "STEP": module.step, "BP": carrying["BP"]}
+        folding = sizes | {"FORMAT": fmt, "DELTA": delta, "CHUNKS": 1}
         for rows in ROWS:
             chosen = kernels.launch(recurrence, Geometry(*size), fmt, rows, tokens)
             reading = carrying | {
@@ -146,16 +146,15 @@ def jobs(
             if tokens == 1 and not formats_kernel.in_bf16(fmt):
                 types["t"] = "*fp32"
             if chosen.together:
-                constants = (
-                    carrying | reading | folding | {"BF": chosen.fold_v, "RECORDS": chosen.fold_records, "PDL": PDL}
-                )
+                constants = carrying | reading | folding | {"BF": chosen.fold_v, "BB": chosen.fold_k, "PDL": PDL}
                 limits = chosen.read_warps, chosen.registers
                 found.append((f"decode {fmt}", kernels.decode_kernel, types | inputs, constants, *limits))
             else:
                 constants = reading | {"BJ": chosen.carry_heads, "PDL": PDL, "BW": chosen.flush_v, "FORMAT": fmt}
                 found.append((f"read {fmt}", kernels.read_kernel, types, constants, chosen.read_warps, None))
                 constants = carrying | folding | {
-                    "BV": chosen.flush_v, "RECORDS": chosen.fold_records, "BJ": chosen.carry_heads, "PDL": PDL,
+                    "BV": chosen.flush_v, "BF": chosen.fold_v, "BB": chosen.fold_k, "PDL": PDL,
+                    "BJ": chosen.carry_heads,
                     "BC": triton.next_power_of_2(chosen.carry_heads * V),
                 }  # fmt: skip
                 types |= inputs | {"B": "i32", "flushers": "i32"}
@@ -164,7 +163,8 @@ def jobs(
         into = planes | {"into": pools, "ring": RING}
         into |= dict.fromkeys(("slots", "start", "counts", "flushes"), "*i64")
         folding |= {"BV": 16, "OUT": fmt, "IN_PLACE": True}
-        found.append((f"fold {fmt}", kernels.fold_kernel, into, folding, 8 if fmt in SCALED else 2, None))
+        warps = 8 if fmt in SCALED or recurrence.channel_gate else 2
+        found.append((f"fold {fmt}", kernels.fold_kernel, into, folding, warps, None))
     return found
 
 
@@ -183,7 +183,7 @@ def flush_block(planes, key, flushes, V: tl.constexpr, K: tl.constexpr, BV: tl.c
     """A flush of nothing: BV rows decoded and encoded again."""
     slot, o_v = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     tile = load_update(planes, slot, 0, o_v, V, K, BV, K, FORMAT)
-    store(planes, slot, 0, o_v, tile, key, slot, tl.load(flushes + slot), V, K, BV, K, FORMAT)
+    store(planes, slot, 0, o_v, tile, key, slot, tl.load(flushes + slot), 0, V, K, BV, K, FORMAT)
 
 
 def instructions(kernel: Any, fmt: str, BV: int) -> int:

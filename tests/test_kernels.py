@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from test_contract import SMALL, Life
 
-from replayssm import Geometry, kernels, recurrences
+from replayssm import Geometry, arithmetic_kernel, kernels, recurrences
 from replayssm.testing import make_cache
 
 FORMATS = ("fp32", "split16", "bf16", "fp16")
@@ -65,17 +65,18 @@ def test_prepare_and_read_as_launches_of_their_own(
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["one launch", "two launches"])
-@pytest.mark.parametrize("records", [0, 1, 2], ids=["one product", "walked", "walked by twos"])
+@pytest.mark.parametrize("window, columns", [(3, 32), (3, 16), (20, 32)], ids=["whole", "in blocks", "two chunks"])
 @pytest.mark.parametrize("name", recurrences.names())
 def test_all_ways_to_fold(
-    name: str, records: int, together: bool, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+    name: str, window: int, columns: int, together: bool, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
 ) -> None:
-    """Whichever the launch choices say, in both kinds of launches; `bench launches` tries the others."""
+    """Keys in blocks of columns or whole, one chunk of records and more, in both kinds of launches."""
     chosen = kernels.launch
     monkeypatch.setattr(kernels, "in_one_launch", lambda rows, heads: together)
-    monkeypatch.setattr(kernels, "launch", lambda *cell: chosen(*cell)._replace(fold_records=records))
-    life = Life(make_cache(name, ODD, implementation="triton", slots=2, window=3, max_tokens=2), generator)
-    for lengths in ([1, 1], [2, 1], [1, 1], [1, 1], [0, 1], [1, 1], [1, 2]):
+    monkeypatch.setattr(kernels, "launch", lambda *cell: chosen(*cell)._replace(fold_k=columns, flush_v=32))
+    wide = Geometry(H=3, G=1, V=20, K=32)
+    life = Life(make_cache(name, wide, implementation="triton", slots=2, window=window, max_tokens=2), generator)
+    for lengths in ([1, 1], [2, 1], [1, 1], [1, 1], [0, 1], [1, 1], [1, 2]) * (4 if window > 16 else 1):
         life.run([1, 0], lengths)
     life.twin.check_states()
 
@@ -90,7 +91,7 @@ def test_16_bit_activations(name: str, generator: torch.Generator) -> None:
 @triton.jit
 def expm1_of(x, y, N: tl.constexpr):
     o = tl.arange(0, N)
-    tl.store(y + o, kernels.expm1(tl.load(x + o)))
+    tl.store(y + o, arithmetic_kernel.expm1(tl.load(x + o)))
 
 
 def test_decays_near_one_keep_their_digits() -> None:

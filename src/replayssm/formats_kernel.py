@@ -70,6 +70,13 @@ def read_parts(FORMAT: Any) -> int:
 
 
 @triton.constexpr_function
+def update_parts(FORMAT: Any) -> int:
+    """How many bf16 numbers add up to any element that a flush starts from."""
+    fmt = described(FORMAT)
+    return 3 if fmt.residual_bits else {"bf16": 1, "fp16": 2}.get(fmt.kind.name, 3)
+
+
+@triton.constexpr_function
 def in_bf16(FORMAT: Any) -> bool:
     """Whether tokens read bf16 numbers, as they are stored."""
     return described(FORMAT).reads.name in ("bf16", "split16")
@@ -135,22 +142,23 @@ def rows(plane, slot, i_h, o_v, V: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def load_elements(
     plane, slot, i_h, o_v, V: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr, EVICT: tl.constexpr = False,
+    first=0,
 ):  # fmt: skip
-    """[BV, BC] entries as stored, 0 beyond."""
-    o = tl.arange(0, BC)
+    """[BV, BC] entries as stored from column `first` on, 0 beyond."""
+    o = first + tl.arange(0, BC)
     p = rows(plane, slot, i_h, o_v, V, COLUMNS)[:, None] + o
     policy: tl.constexpr = "evict_first" if EVICT else ""
-    if divides(o_v.shape[0], V) and COLUMNS == BC:
+    if divides(o_v.shape[0], V) and divides(BC, COLUMNS):
         return tl.load(p, eviction_policy=policy)
     else:
         return tl.load(p, mask=(o_v < V)[:, None] & (o < COLUMNS), other=0, eviction_policy=policy)
 
 
 @triton.jit
-def store_elements(plane, slot, i_h, o_v, x, V: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr):
-    o = tl.arange(0, BC)
+def store_elements(plane, slot, i_h, o_v, x, V: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr, first=0):
+    o = first + tl.arange(0, BC)
     p = rows(plane, slot, i_h, o_v, V, COLUMNS)[:, None] + o
-    if divides(o_v.shape[0], V) and COLUMNS == BC:
+    if divides(o_v.shape[0], V) and divides(BC, COLUMNS):
         tl.store(p, x)
     else:
         tl.store(p, x, mask=(o_v < V)[:, None] & (o < COLUMNS))
@@ -233,21 +241,22 @@ def summed(tile, scale, t, KIND: tl.constexpr):
 @triton.jit
 def fetch_kind(
     planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
-    FIRST: tl.constexpr, EVICT: tl.constexpr = False,
+    FIRST: tl.constexpr, EVICT: tl.constexpr = False, from_k=0,
 ):  # fmt: skip
     """Codes, scales of blocks, scales of rows (1 where there are none) of a kind, as stored; planes from FIRST on."""
     if KIND == "fp8" or KIND == "int8":
-        codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, EVICT)
+        codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, EVICT, from_k)
         return codes, 1.0, load_rows(planes[FIRST + 1], slot, i_h, o_v, V)
     elif KIND == "fp4":
-        codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2, EVICT)
-        blocks = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 16, BK // 16)
+        codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2, EVICT, from_k // 2)
+        blocks = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 16, BK // 16, False, from_k // 16)
         return codes, blocks, load_rows(planes[FIRST + 2], slot, i_h, o_v, V)
     elif KIND == "mxfp4":
-        codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2, EVICT)
-        return codes, load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 32, BK // 32), 1.0
+        codes = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2, EVICT, from_k // 2)
+        blocks = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 32, BK // 32, False, from_k // 32)
+        return codes, blocks, 1.0
     else:
-        return load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, EVICT), 1.0, 1.0
+        return load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, EVICT, from_k), 1.0, 1.0
 
 
 @triton.jit
@@ -307,15 +316,16 @@ def nibbles(pairs, BV: tl.constexpr, BK: tl.constexpr):
 @triton.jit
 def load_residual(
     planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, FIRST: tl.constexpr,
-    BITS: tl.constexpr,
+    BITS: tl.constexpr, from_k,
 ):  # fmt: skip
     """[BV, BK] in units, fp32."""
     if BITS == 4:
-        low = nibbles(load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2), BV, BK)
-        return ((low ^ 8) - 8).to(tl.float32)
-    r = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK).to(tl.int32)
+        low = load_elements(planes[FIRST], slot, i_h, o_v, V, K // 2, BK // 2, False, from_k // 2)
+        return ((nibbles(low, BV, BK) ^ 8) - 8).to(tl.float32)
+    r = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, False, from_k).to(tl.int32)
     if BITS == 12:
-        r = (r << 4) + nibbles(load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 2, BK // 2), BV, BK)
+        low = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K // 2, BK // 2, False, from_k // 2)
+        r = (r << 4) + nibbles(low, BV, BK)
     return r.to(tl.float32)
 
 
@@ -330,27 +340,28 @@ def product(x, y):
 @triton.jit
 def load_update(
     planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
+    from_k=0,
 ):  # fmt: skip
-    """Rows o_v of a head as a flush starts from them: [BV, BK] fp32. Arguments as fetch_read."""
+    """Rows o_v of a head as a flush starts from them, from column from_k on: [BV, BK] fp32. Arguments as fetch_read."""
     KIND: tl.constexpr = checkpoint_kind(FORMAT)
     FIRST: tl.constexpr = copy_planes(FORMAT)
     if KIND == "split16":
-        high = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK).to(tl.int16, bitcast=True).to(tl.int32)
-        low = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K, BK).to(tl.int32)
-        return ((high << 16) + low).to(tl.float32, bitcast=True)
+        high = load_elements(planes[FIRST], slot, i_h, o_v, V, K, BK, False, from_k)
+        low = load_elements(planes[FIRST + 1], slot, i_h, o_v, V, K, BK, False, from_k).to(tl.int32)
+        return ((high.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low).to(tl.float32, bitcast=True)
     elif KIND == "residual":
         COPY: tl.constexpr = copy_kind(FORMAT)
         BITS: tl.constexpr = residual_bits(FORMAT)
         UNIT: tl.constexpr = residual_unit(FORMAT)
-        r = load_residual(planes, slot, i_h, o_v, V, K, BV, BK, FIRST, BITS)
-        codes, blocks, rows = fetch_kind(planes, slot, i_h, o_v, V, K, BK, COPY, 0)
+        r = load_residual(planes, slot, i_h, o_v, V, K, BV, BK, FIRST, BITS, from_k)
+        codes, blocks, rows = fetch_kind(planes, slot, i_h, o_v, V, K, BK, COPY, 0, False, from_k)
         if COPY == "fp8" or COPY == "int8":
             code, scale = decode_kind(codes, blocks, rows, BV, BK, COPY)
         else:
             code, scale = e2m1(codes, BV, BK) * 64.0, block_scale(blocks, rows, COPY, 0)
         return scaled(code + r * (half_step(code, COPY) * UNIT), scale, COPY)
     else:
-        codes, blocks, rows = fetch_kind(planes, slot, i_h, o_v, V, K, BK, KIND, FIRST)
+        codes, blocks, rows = fetch_kind(planes, slot, i_h, o_v, V, K, BK, KIND, FIRST, False, from_k)
         tile, scale = decode_kind(codes, blocks, rows, BV, BK, KIND)
         return scaled(tile, scale, KIND)
 
@@ -368,13 +379,13 @@ def mix(x):
 
 @triton.jit
 def noise(
-    key, slot, flush, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr
+    key, slot, flush, i_h, o_v, from_k, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
     """32 random bits for every element of a tile, as formats.noise of formats.noise_keys(key, slot, flush)."""
     s, f = slot.to(tl.uint32), flush.to(tl.uint32)
     low = mix(mix(tl.load(key).to(tl.uint32) + s) + f)
     high = mix(mix(tl.load(key + 1).to(tl.uint32) + s) + f)
-    x = ((i_h * V + o_v[:, None]) * K + tl.arange(0, BK)).to(tl.uint32) ^ low
+    x = ((i_h * V + o_v[:, None]) * K + from_k + tl.arange(0, BK)).to(tl.uint32) ^ low
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = ((x ^ (x >> 15)) + high) * 0x735A2D97
     return (x ^ (x >> 15)).to(tl.int32, bitcast=True)
@@ -538,46 +549,46 @@ def store_residual(
 
 @triton.jit
 def store_float(
-    planes, slot, i_h, o_v, b_s, random, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
-    FIRST: tl.constexpr, STOCHASTIC: tl.constexpr,
+    planes, slot, i_h, o_v, b_s, random, from_k, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    KIND: tl.constexpr, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Store a kind without a scale."""
+    """Store a kind without a scale, from column from_k on."""
     if KIND == "split16":
         bits = tl.where(b_s == b_s, b_s.to(tl.int32, bitcast=True), 0x7FC00000)
         upper = (bits + 0x8000) >> 16
         high = upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        store_elements(planes[FIRST], slot, i_h, o_v, high, V, K, BK)
-        store_elements(planes[FIRST + 1], slot, i_h, o_v, (bits - (upper << 16)).to(tl.int16), V, K, BK)
+        store_elements(planes[FIRST], slot, i_h, o_v, high, V, K, BK, from_k)
+        store_elements(planes[FIRST + 1], slot, i_h, o_v, (bits - (upper << 16)).to(tl.int16), V, K, BK, from_k)
     elif KIND == "fp16":
         kept = tl.where(b_s == b_s, clamp(b_s, 65504.0), b_s)
         if STOCHASTIC:
             kept = round_float(kept, random, 10, -14, True)
-        store_elements(planes[FIRST], slot, i_h, o_v, kept.to(tl.float16), V, K, BK)
+        store_elements(planes[FIRST], slot, i_h, o_v, kept.to(tl.float16), V, K, BK, from_k)
     elif KIND == "bf16":
         kept = tl.where(b_s == b_s, clamp(b_s, 3.3895313892515355e38), b_s)
         # by hand: the interpreter's conversion truncates
         bits = round_float(kept, random, 7, -126, STOCHASTIC).to(tl.int32, bitcast=True)
         high = tl.where(b_s == b_s, bits >> 16, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        store_elements(planes[FIRST], slot, i_h, o_v, high, V, K, BK)
+        store_elements(planes[FIRST], slot, i_h, o_v, high, V, K, BK, from_k)
     else:
-        store_elements(planes[FIRST], slot, i_h, o_v, b_s, V, K, BK)
+        store_elements(planes[FIRST], slot, i_h, o_v, b_s, V, K, BK, from_k)
 
 
 @triton.jit
 def store_kind(
-    planes, slot, i_h, o_v, b_s, random, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+    planes, slot, i_h, o_v, b_s, random, from_k, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
     KIND: tl.constexpr, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Store one kind, planes from FIRST on."""
     if KIND == "fp8" or KIND == "int8" or KIND == "fp4" or KIND == "mxfp4":
         store_scaled(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, KIND, FIRST, STOCHASTIC)
     else:
-        store_float(planes, slot, i_h, o_v, b_s, random, V, K, BK, KIND, FIRST, STOCHASTIC)
+        store_float(planes, slot, i_h, o_v, b_s, random, from_k, V, K, BK, KIND, FIRST, STOCHASTIC)
 
 
 @triton.jit
 def store(
-    planes, slot, i_h, o_v, b_s, key, noise_slot, flush, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
+    planes, slot, i_h, o_v, b_s, key, noise_slot, flush, from_k, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Encode rows o_v of a head, b_s [BV, BK] fp32, and store all planes.
@@ -586,6 +597,7 @@ def store(
     | planes     | tuple |       | out | as in fetch_read                                          |
     | key        | [2]   | int64 | in  | LayerState.key                                            |
     | noise_slot |       |       | in  | the slot that noise is drawn for, and its flush number    |
+    | from_k     |       |       | in  | the column that b_s begins at; 0 where rows have scales   |
     """
     STOCHASTIC: tl.constexpr = is_stochastic(FORMAT)
     KIND: tl.constexpr = checkpoint_kind(FORMAT)
@@ -595,11 +607,11 @@ def store(
     if KIND == "residual":
         code, ratio = store_scaled(planes, slot, i_h, o_v, b_s, 0, V, K, BV, BK, COPY, 0, False)
         if STOCHASTIC:
-            random = noise(key, noise_slot, flush, i_h, o_v, V, K, BV, BK)
+            random = noise(key, noise_slot, flush, i_h, o_v, from_k, V, K, BV, BK)
         store_residual(planes, slot, i_h, o_v, code, ratio, random, V, K, BV, BK, FORMAT)
     else:
         if COPY is not None:
-            store_kind(planes, slot, i_h, o_v, b_s, 0, V, K, BV, BK, COPY, 0, False)
+            store_kind(planes, slot, i_h, o_v, b_s, 0, from_k, V, K, BV, BK, COPY, 0, False)
         if STOCHASTIC:
-            random = noise(key, noise_slot, flush, i_h, o_v, V, K, BV, BK)
-        store_kind(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, KIND, FIRST, STOCHASTIC)
+            random = noise(key, noise_slot, flush, i_h, o_v, from_k, V, K, BV, BK)
+        store_kind(planes, slot, i_h, o_v, b_s, random, from_k, V, K, BV, BK, KIND, FIRST, STOCHASTIC)

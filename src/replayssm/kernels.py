@@ -18,7 +18,6 @@ from slot to slot may be anything, and slot arithmetic is int64.
 """
 
 import functools
-import os
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +27,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm import formats
+from replayssm.arithmetic_kernel import INTERPRETED, add_product, parts_of, sigmoid, store_parts
+from replayssm.fold_kernel import CHUNK, ask, fold_in, fold_tile, gather, load_chunk, load_values, values
 from replayssm.formats_kernel import (
     decode_read,
     fetch_read,
@@ -39,10 +40,9 @@ from replayssm.formats_kernel import (
     scaled,
     store,
     summed,
+    update_parts,
 )
 from replayssm.ring import DeviceStep, LayerState, folds_beside, in_one_launch
-
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 class Field(NamedTuple):
@@ -98,78 +98,7 @@ class LayerWeights(NamedTuple):
     high: float | None = None
 
 
-# ---- arithmetic ----
-
-
-@triton.jit
-def sigmoid(x):
-    return 1 / (1 + tl.exp(-x))
-
-
-@triton.jit
-def softplus(x):
-    """log(1 + exp(x)), the identity above 20. log1p by its correction term, exact to an ulp where exp(x) is small."""
-    u = tl.exp(tl.where(x > 20.0, 20.0, x))
-    y = 1.0 + u
-    return tl.where(x > 20.0, x, tl.where(y == 1.0, u, tl.log(y) * (u / (y - 1.0))))
-
-
-@triton.jit
-def expm1(x):
-    """exp(x) - 1 for x <= 0, to an ulp or two also where x is tiny: many such factors in a row must not drift.
-
-    Its series down to -1: a fold's loop runs it once a record in every thread, and with a logarithm and a quotient it
-    was a third of that loop.
-    """
-    y = x * (1 / 3628800) + 1 / 362880
-    y = y * x + 1 / 40320
-    y = y * x + 1 / 5040
-    y = y * x + 1 / 720
-    y = y * x + 1 / 120
-    y = y * x + 1 / 24
-    y = y * x + 1 / 6
-    y = y * x + 0.5
-    return tl.where(x < -1.0, tl.exp(x) - 1.0, y * x * x + x)
-
-
-@triton.constexpr_function
-def parts_of(dtype: Any) -> int:
-    """How many bf16 numbers add up to any number of a dtype."""
-    return {"bf16": 1, "fp16": 2, "fp32": 3}[str(dtype)]
-
-
-parts_of.__triton_builtin__ = True
-
-
-@triton.jit
-def add_product(acc, a, b, A: tl.constexpr, B: tl.constexpr):
-    """acc [M, N] + a [M, K] b [K, N] on tensor cores: a is cut into A bf16 parts that add up to it, b into B.
-
-    Left out are products of parts below the coarser side's last bit: 3 and 3 parts are as good as fp32.
-    """
-    if INTERPRETED:
-        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    for i in tl.static_range(A):
-        a_part, left = a.to(tl.bfloat16), b
-        for j in tl.static_range(B):
-            if i + j < max(A, B):
-                b_part = left.to(tl.bfloat16)
-                acc = tl.dot(a_part, b_part, acc)
-                if j + 1 < B:
-                    left = left - b_part.to(tl.float32)
-        if i + 1 < A:
-            a = a - a_part.to(tl.float32)
-    return acc
-
-
-@triton.jit
-def store_parts(p, x, mask, stride, P: tl.constexpr):
-    """x as P bf16 parts that add up to it, `stride` elements apart."""
-    for i in tl.static_range(P):
-        part = x.to(tl.bfloat16)
-        tl.store(p + i * stride, part, mask=mask)
-        if i + 1 < P:
-            x = x - part.to(tl.float32)
+# ---- carried queries ----
 
 
 @triton.jit
@@ -372,14 +301,15 @@ def prepare_kernel(
     planes, key, inputs, ring, weights, table, ready, parent, kin, q, t, c, ends, B, flushers,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, W: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BJ: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr,
-    FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, STEP: tl.constexpr, RECORDS: tl.constexpr,
-    PDL: tl.constexpr,
+    BJ: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
+    CHANNEL: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr,
+    CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All that a read awaits: the first flushers programs flush, the others carry; each goes through its share.
 
-    Flush: BV rows of V of a head of a row that is due, by the list of such rows, empty or not. Append and carry: BJ
-    heads of a key group and row, rows in order. It begins before the launch in front of it has ended, and awaits that.
+    Flush: BV rows of V of a head of a row that is due, BF at a time, by the list of such rows, empty or not. Append and
+    carry: BJ heads of a key group and row, rows in order. It begins before the launch in front of it has ended, and
+    awaits that.
 
     | Name       | Shape          | Dtype  | Dir    | Meaning                                                  |
     | planes     | by format      |        | in/out | checkpoints of the rows that are due                     |
@@ -405,19 +335,28 @@ def prepare_kernel(
         gdc_launch_dependents()
     i = tl.program_id(0)
     if i < flushers:
-        if STEP is not None:
-            flush_rows(
-                planes, key, ring, table, ready, i, flushers, B, H, G, V, K, R, CHANNEL, BP, BV, BK, DELTA, FORMAT,
-                STEP, RECORDS,
-            )  # fmt: skip
+        if CHUNKS > 0:
+            parts: tl.constexpr = (V + BV - 1) // BV
+            i_n = i // (H * parts)
+            i_b = tl.load(table + 6 * B + i_n, mask=i_n < B, other=-1)
+            while i_b >= 0:
+                i_h, i_v = i // parts % H, i % parts
+                flush_rows(
+                    planes, key, ring, table, i_b, i_h, i_v * BV, tl.minimum((i_v + 1) * BV, V), B,
+                    H, G, V, K, R, CHANNEL, BF, BK, BB, DELTA, FORMAT, CHUNKS,
+                )  # fmt: skip
+                publish(ready, table, i_b, H + i_h * parts + i_v, B)
+                i += flushers
+                i_n = i // (H * parts)
+                i_b = tl.load(table + 6 * B + i_n, mask=i_n < B, other=-1)
     else:
         J: tl.constexpr = H // G
-        parts: tl.constexpr = (J + BJ - 1) // BJ
+        units: tl.constexpr = (J + BJ - 1) // BJ
         i -= flushers
-        while i < B * (G * parts):
-            i_b, i_u = i // (G * parts), i % (G * parts)
+        while i < B * (G * units):
+            i_b, i_u = i // (G * units), i % (G * units)
             if tl.load(table + i_b) >= 0:
-                i_g, i_j = i_u // parts, i_u % parts
+                i_g, i_j = i_u // units, i_u % units
                 i_h = i_g * J + i_j * BJ
                 count = tl.minimum(BJ, J - i_j * BJ) * V
                 if T > 1:
@@ -567,140 +506,48 @@ def zero_tile(y, row, i_h, i_v, T: tl.constexpr, H: tl.constexpr, V: tl.constexp
 
 
 @triton.jit
-def load_record(
-    ring, slot, place, more, i_h, o_v, o_k,
-    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    DELTA: tl.constexpr,
-):  # fmt: skip
-    """k [BK], 1 / |k| (delta rule), v [BV], g [BK] or one, and w of a record: as stored, so that none is waited for."""
-    i_g = i_h // (H // G)
-    m_k = (o_k < K) & more
-    b_k = tl.load(ring.k.data + slot * ring.k.slot + (i_g * R + place) * K + o_k, mask=m_k, other=0.0)
-    norm = 1.0
-    if DELTA:
-        norm = tl.load(ring.norm.data + slot * ring.norm.slot + i_g * R + place, mask=more, other=0.0)
-    b_v = tl.load(ring.v.data + slot * ring.v.slot + (i_h * R + place) * V + o_v, mask=(o_v < V) & more, other=0.0)
-    p_g = ring.g.data + slot * ring.g.slot
-    if CHANNEL:
-        b_g = tl.load(p_g + (i_h * R + place) * K + o_k, mask=m_k, other=0.0)
-    else:
-        b_g = tl.load(p_g + i_h * R + place, mask=more, other=0.0)
-    return b_k, norm, b_v, b_g, tl.load(ring.w.data + slot * ring.w.slot + i_h * R + place, mask=more, other=0.0)
-
-
-@triton.jit
-def fold_tile(
-    b_s, ring, slot, first, count, i_h, o_v,
-    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    BK: tl.constexpr, DELTA: tl.constexpr, STEP: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """The tile b_s [BV, BK] after `count` records from place `first`, by the recurrence, one after the other.
-
-    While one is applied the next is on its way; or N are on their way together, if that is more than one.
-    """
-    o_k = tl.arange(0, BK)
-    if N == 1:
-        b_k, norm, b_v, b_g, weight = load_record(
-            ring, slot, first, 0 < count, i_h, o_v, o_k, H, G, V, K, R, CHANNEL, DELTA
-        )
-        place, i = first, 0
-        while i < count:
-            i += 1
-            place = tl.where(place + 1 < R, place + 1, 0)
-            next_k, next_norm, next_v, next_g, next_w = load_record(
-                ring, slot, place, i < count, i_h, o_v, o_k, H, G, V, K, R, CHANNEL, DELTA
-            )  # fmt: skip
-            b_s = STEP(b_s, b_k.to(tl.float32) * norm, b_v.to(tl.float32), b_g, weight)
-            b_k, norm, b_v, b_g, weight = next_k, next_norm, next_v, next_g, next_w
-    else:
-        i = 0
-        while i < count:
-            records = ()
-            for d in tl.static_range(N):
-                record = load_record(
-                    ring, slot, (first + i + d) % R, i + d < count, i_h, o_v, o_k, H, G, V, K, R, CHANNEL, DELTA
-                )  # fmt: skip
-                records = records + (record,)  # type: ignore[assignment]
-            for d in tl.static_range(N):
-                b_k, norm, b_v, b_g, weight = records[d]
-                if i + d < count:
-                    b_s = STEP(b_s, b_k.to(tl.float32) * norm, b_v.to(tl.float32), b_g, weight)
-            i += N
-    return b_s
-
-
-@triton.jit
-def added_at_once(
-    ring, slot, first, count, i_h, o_v,
-    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BP: tl.constexpr,
-    BV: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """For S = S0 + expm1(P) S0 + U^T K, without the delta rule: P and U^T K [BV, BK], a product on tensor cores.
-
-    U [BP, BV]: values times w, decayed by the records behind them. Sums over S0 itself stay out of tensor cores, which
-    round towards zero.
-    """
-    o_p, o_k, i_g = tl.arange(0, BP), tl.arange(0, BK), i_h // (H // G)
-    place, m_p = (first + o_p) % R, o_p < count
-    m_k = m_p[:, None] if K == BK else m_p[:, None] & (o_k < K)
-    m_v = m_p[None, :] if V % BV == 0 else m_p & (o_v < V)[:, None]
-    p_k = ring.k.data + slot * ring.k.slot + i_g * R * K
-    p_g, p_w = ring.g.data + slot * ring.g.slot + i_h * R, ring.w.data + slot * ring.w.slot + i_h * R
-    b_k = tl.load(p_k + place[:, None] * K + o_k, mask=m_k, other=0.0)
-    p_v = ring.v.data + slot * ring.v.slot + i_h * R * V + o_v[:, None]
-    b_v = tl.load(p_v + place * V, mask=m_v, other=0.0).to(tl.float32)
-    b_g, b_w = tl.load(p_g + place, mask=m_p, other=0.0), tl.load(p_w + place, mask=m_p, other=0.0)
-    b_d = tl.load(p_g + (place + 1) % R, mask=o_p + 1 < count, other=0.0)
-    b_u = b_v * b_w * tl.exp(tl.cumsum(b_d, 0, reverse=True))
-    return tl.sum(b_g, 0), add_product(tl.zeros([BV, BK], tl.float32), b_u, b_k, 3, parts_of(b_k.dtype))
-
-
-@triton.jit
-def flush_tile(
-    planes, key, ring, table, folds, i_b, i_h, i_v, B,
-    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    BP: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
-    STEP: tl.constexpr, RECORDS: tl.constexpr,
-):  # fmt: skip
-    """Fold the `folds` records in front of row i_b's ring_start into part i_v of head i_h, in place."""
-    slot, first, _, _, _, _ = load_row(table, i_b, B)
-    o_v = i_v * BV + tl.arange(0, BV)
-    first = (first + R - folds) % R
-    b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BK, FORMAT)
-    if RECORDS == 0 and not DELTA:
-        b_g, b_n = added_at_once(ring, slot, first, folds, i_h, o_v, H, G, V, K, R, BP, BV, BK)
-        b_s += expm1(b_g) * b_s + b_n
-    else:
-        b_s = fold_tile(
-            b_s, ring, slot, first, folds, i_h, o_v, H, G, V, K, R, CHANNEL, BK, DELTA, STEP, max(RECORDS, 1)
-        )  # fmt: skip
-    if needs_whole_rows(FORMAT):
-        tl.debug_barrier()  # all threads have loaded what is written over
-    store(planes, slot, i_h, o_v, b_s, key, slot, tl.load(table + 8 * B + i_b), V, K, BV, BK, FORMAT)
-
-
-@triton.jit
 def flush_rows(
-    planes, key, ring, table, ready, i, flushers, B,
+    planes, key, ring, table, i_b, i_h, from_v, behind_v, B,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    BP: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
-    STEP: tl.constexpr, RECORDS: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, BB: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """flush_tile for every flushers-th part of a head of the rows that are due, from the i-th on."""
-    parts: tl.constexpr = (V + BV - 1) // BV
-    i_n = i // (H * parts)
-    i_b = tl.load(table + 6 * B + i_n, mask=i_n < B, other=-1)
-    while i_b >= 0:
-        i_h, i_v = i // parts % H, i % parts
-        folds = tl.load(table + 4 * B + i_b)
-        flush_tile(
-            planes, key, ring, table, folds, i_b, i_h, i_v, B, H, G, V, K, R, CHANNEL, BP, BV, BK, DELTA, FORMAT,
-            STEP, RECORDS,
-        )  # fmt: skip
-        publish(ready, table, i_b, H + i_h * parts + i_v, B)
-        i += flushers
-        i_n = i // (H * parts)
-        i_b = tl.load(table + 6 * B + i_n, mask=i_n < B, other=-1)
+    """Fold the records in front of row i_b's ring_start into rows from_v to behind_v of head i_h, in place.
+
+    Tiles of BV rows, in blocks of BB columns; rows with a scale are written whole. There are CHUNKS chunks of records
+    at most; with one, the delta rule reads a tile twice, to ask it and to fold into it, and keeps little in registers.
+    """
+    slot, first, _, _, _, _ = load_row(table, i_b, B)
+    folds, flush = tl.load(table + 4 * B + i_b), tl.load(table + 8 * B + i_b)
+    first = (first + R - folds) % R
+    if CHUNKS == 1:
+        gathered = gather(ring, slot, first, folds, i_h, H, G, K, R, CHANNEL, BB, DELTA)
+    while from_v < behind_v:
+        o_v = from_v + tl.arange(0, BV)
+        if CHUNKS == 1:
+            b_w = 0.0
+            if DELTA:
+                b_w = tl.zeros([BV, CHUNK], tl.float32)
+                for n in range((K + BB - 1) // BB):
+                    b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BB, FORMAT, n * BB)
+                    chunk = load_chunk(ring, slot, first, folds, i_h, n * BB, H, G, K, R, CHANNEL, BB, DELTA)
+                    b_w = ask(b_w, b_s, chunk, CHANNEL, update_parts(FORMAT))
+            b_u = values(load_values(ring, slot, first, folds, i_h, o_v, V, R, BV), b_w, gathered, DELTA)
+            WIDE: tl.constexpr = BK if needs_whole_rows(FORMAT) else BB
+            for n in range((K + WIDE - 1) // WIDE):
+                b_s = load_update(planes, slot, i_h, o_v, V, K, BV, WIDE, FORMAT, n * WIDE)
+                chunk = load_chunk(ring, slot, first, folds, i_h, n * WIDE, H, G, K, R, CHANNEL, WIDE, DELTA)
+                b_s = fold_in(b_s, b_u, chunk, gathered, CHANNEL)
+                if needs_whole_rows(FORMAT):
+                    tl.debug_barrier()  # all threads have loaded what is written over
+                store(planes, slot, i_h, o_v, b_s, key, slot, flush, n * WIDE, V, K, BV, WIDE, FORMAT)
+        else:
+            b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BK, FORMAT)
+            b_s = fold_tile(b_s, ring, slot, first, folds, i_h, o_v, H, G, V, K, R, CHANNEL, BV, BK, DELTA)
+            if needs_whole_rows(FORMAT):
+                tl.debug_barrier()
+            store(planes, slot, i_h, o_v, b_s, key, slot, flush, 0, V, K, BV, BK, FORMAT)
+        from_v += BV
 
 
 @triton.jit
@@ -751,9 +598,9 @@ def decode_kernel(
     planes, key, inputs, ring, weights, table, parent, kin, q, t, c, ends, y, skip, gate,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr,
-    BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr,
-    DELTA: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, STEP: tl.constexpr,
-    RECORDS: tl.constexpr, PDL: tl.constexpr,
+    BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, BB: tl.constexpr,
+    CHANNEL: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr,
+    CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Carry, flush and read in one launch, for small batches: grid (V / BV, H, B), arguments as in both.
 
@@ -769,15 +616,12 @@ def decode_kernel(
     if slot < 0:
         zero_tile(y, i_b.to(tl.int64), i_h, i_v, T, H, V, BV)
     else:
-        if STEP is not None:
+        if CHUNKS > 0:
             if folds > 0:
-                from_v = i_v * BV
-                while from_v < tl.minimum((i_v + 1) * BV, V):
-                    flush_tile(
-                        planes, key, ring, table, folds, i_b, i_h, from_v // BF, B, H, G, V, K, R, CHANNEL, BP, BF, BK,
-                        DELTA, FORMAT, STEP, RECORDS,
-                    )  # fmt: skip
-                    from_v += BF
+                flush_rows(
+                    planes, key, ring, table, i_b, i_h, i_v * BV, tl.minimum((i_v + 1) * BV, V), B,
+                    H, G, V, K, R, CHANNEL, BF, BK, BB, DELTA, FORMAT, CHUNKS,
+                )  # fmt: skip
                 tl.debug_barrier()  # for other threads of this program
         codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
         from_c, count = i_h * V + i_v * BV, tl.minimum(BV, V - i_v * BV)
@@ -809,7 +653,7 @@ def fold_kernel(
     planes, into, key, ring, slots, start, counts, flushes,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
     BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, OUT: tl.constexpr,
-    STEP: tl.constexpr, IN_PLACE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     """The state of n slots after their first `counts` records, in place or as [n, H, V, K]: flush and materialize.
 
@@ -822,14 +666,14 @@ def fold_kernel(
         o_v = i_v * BV + tl.arange(0, BV)
         b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BK, FORMAT)
         b_s = fold_tile(
-            b_s, ring, slot, tl.load(start + i_n), count, i_h, o_v, H, G, V, K, R, CHANNEL, BK, DELTA, STEP, 1
+            b_s, ring, slot, tl.load(start + i_n), count, i_h, o_v, H, G, V, K, R, CHANNEL, BV, BK, DELTA
         )  # fmt: skip
         flush = 0
         if IN_PLACE:
             flush = tl.load(flushes + i_n)
             if needs_whole_rows(FORMAT):
                 tl.debug_barrier()  # all threads have loaded what is written over
-        store(into, i_out, i_h, o_v, b_s, key, slot, flush, V, K, BV, BK, OUT)
+        store(into, i_out, i_h, o_v, b_s, key, slot, flush, 0, V, K, BV, BK, OUT)
 
 
 @triton.jit
@@ -843,7 +687,7 @@ def store_kernel(
     o_v, o_k = i_v * BV + tl.arange(0, BV), tl.arange(0, BK)
     p_s = state + ((i_n * H + i_h) * V + o_v[:, None]) * K + o_k
     b_s = tl.load(p_s, mask=(o_v < V)[:, None] & (o_k < K), other=0.0)
-    store(planes, slot, i_h, o_v, b_s, key, slot, 0, V, K, BV, BK, FORMAT)
+    store(planes, slot, i_h, o_v, b_s, key, slot, 0, 0, V, K, BV, BK, FORMAT)
 
 
 @triton.jit
@@ -872,19 +716,16 @@ class Launch(NamedTuple):
 
     Attributes:
         together: carry, flush and read are one launch.
-        fold_v: rows of V that this one launch folds at a time: more need more registers than there are.
         read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
         prepare_warps: warps of a program that carries or flushes.
         registers: the most registers of its threads, or of the one launch, where the assembler would take fewer and
             spill (NVIDIA).
         carry_heads, carry_programs: heads of a key group that are carried at a time; so many programs go through rows.
-        flush_v, flush_programs: rows of V that are flushed at a time; so many programs go through the list of due rows.
-        fold_records: records that a flush has on their way together (kernels.fold_tile); 0 for all in one product on
-            tensor cores, which the delta rule does not have.
+        flush_v, flush_programs: rows of V of one part of a flush, 16 or more; so many programs go through all parts.
+        fold_v, fold_k: rows of V and columns of K that are folded at a time.
     """
 
     together: bool
-    fold_v: int
     read_v: int
     read_warps: int
     prepare_warps: int
@@ -893,7 +734,8 @@ class Launch(NamedTuple):
     carry_programs: int
     flush_v: int
     flush_programs: int
-    fold_records: int
+    fold_v: int
+    fold_k: int
 
 
 def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) -> Launch:
@@ -904,13 +746,13 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
     What decides the order of a sum is one choice for every number of rows, so a row's result does not depend on how
     many there are, but for one launch against two.
     """
-    H, G, V, _ = geometry
+    H, G, V, K = geometry
     most, scaled, heads = triton.next_power_of_2(V), needs_whole_rows(format), triton.next_power_of_2(H // G)
     together, stored = in_one_launch(rows, H), formats.get(format)
     bits = stored.reads.bits
     if together:
         # in more than one warp, every sum of a carry goes through shared memory and a barrier
-        read_v, read_warps = (32, 4) if scaled else (16, 1)
+        read_v, read_warps = (32, 8 if stored.copy else 4) if scaled else (16, 1)
     elif format == "fp16":
         read_v, read_warps = 16 if recurrence.channel_gate else 32, 2
     elif bits <= 8:  # instructions decide: with many rows to a warp, addresses and sums are worked out seldom
@@ -919,28 +761,26 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         read_v, read_warps = 32 if V % 32 == 0 else 16, 1
     else:
         read_v, read_warps = 16, 1
-    walks = recurrence.delta or scaled
+    prepare_warps = 1
     if scaled:
-        prepare_warps = 4 if stored.copy else 2
-    else:
-        prepare_warps = 2 if format == "split16" and not walks else 1  # one: 24 bytes spilled, 3 % faster
-    registers = 112 if stored.copy and scaled else 255 if together else None
+        prepare_warps = 4 if stored.copy and recurrence.channel_gate else 2
+    registers = 255 if together else None
     if recurrence.delta:
         carry_heads = 1 if stored.copy and scaled else 2
     else:
         carry_heads = 8 if V <= 64 else 4
     one = Launch(
         together=together,
-        fold_v=min(most, 8 if scaled else 16),
         read_v=min(most, read_v),
         read_warps=read_warps,
         prepare_warps=prepare_warps,
         registers=registers,
         carry_heads=min(carry_heads, heads),
         carry_programs=8,
-        flush_v=min(most, 16),
-        flush_programs=4 if walks and format == "fp32" else 8,
-        fold_records=1 if walks or together else 0,  # at once spills in one warp of one launch
+        flush_v=min(V, 64) if rows > 64 else 16,
+        flush_programs=8,
+        fold_v=16,
+        fold_k=32 if K % 32 == 0 else triton.next_power_of_2(K),
     )
     if tokens == 1:
         return one
@@ -948,11 +788,9 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
     return one._replace(
         read_v=min(most, 16 if one.together else wide),
         read_warps=2 if one.together else wide // 16,
-        prepare_warps=one.prepare_warps if walks else 2,
+        prepare_warps=max(2, one.prepare_warps),
         carry_heads=min(2, H // G) if recurrence.delta else one.carry_heads,
         carry_programs=4 if recurrence.delta else 2,
-        flush_programs=8 if walks else 5,
-        fold_records=1 if walks else 0,
     )
 
 
@@ -1055,7 +893,7 @@ def decode(
     }  # fmt: skip
     flushing = sizes | {
         "CHANNEL": recurrence.channel_gate, "DELTA": recurrence.delta, "FORMAT": format,
-        "STEP": module.step if beside else None, "BP": tile["BP"], "RECORDS": chosen.fold_records,
+        "CHUNKS": triton.cdiv(window, CHUNK.value) if beside else 0, "BF": chosen.fold_v, "BB": chosen.fold_k,
     }  # fmt: skip
     if skip is not None:
         skip = (skip[:, None] if skip.ndim == 1 else skip).expand(H, V)
@@ -1066,7 +904,7 @@ def decode(
     if chosen.together:
         decode_kernel[grid](
             checkpoint, layer.key, inputs, ring, weights, table, step.parent, step.kin, q, t, c, ends, *outputs,
-            **(carrying | reading | flushing), PDL=PDL, BV=chosen.read_v, BF=chosen.fold_v, num_warps=chosen.read_warps,
+            **(carrying | reading | flushing), PDL=PDL, BV=chosen.read_v, num_warps=chosen.read_warps,
             **early, **limited,
         )  # fmt: skip
         return y
@@ -1146,6 +984,6 @@ def _launch_fold(
     fold_kernel[(triton.cdiv(V, BV), H, len(slots))](
         planes(layer.checkpoint), planes(into), layer.key, pools(layer), slots, start, counts, flushes,
         H=H, G=G, V=V, K=K, R=R, BV=BV, BK=triton.next_power_of_2(K), CHANNEL=recurrence.channel_gate,
-        DELTA=recurrence.delta, FORMAT=layer.format.name, OUT=out, STEP=recurrence.kernel().step,
-        IN_PLACE=into is layer.checkpoint, num_warps=8 if needs_whole_rows(layer.format.name) else 2,
+        DELTA=recurrence.delta, FORMAT=layer.format.name, OUT=out, IN_PLACE=into is layer.checkpoint,
+        num_warps=8 if needs_whole_rows(layer.format.name) or recurrence.channel_gate else 2,
     )  # fmt: skip

@@ -30,16 +30,16 @@ GROUPS: dict[str, list[dict[str, int]]] = {
         for v, warps in ((16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 1), (64, 2), (64, 4), (128, 4))
     ],
     "flush": [
-        {"fold_records": records, "flush_v": v, "prepare_warps": warps, "flush_programs": n}
-        for records in (0, 1, 4, 8)
-        for v, warps in ((16, 1), (16, 2), (32, 2))
-        for n in (4, 8)
+        {"fold_k": columns, "flush_v": v, "flush_programs": n}
+        for columns in (32, 64)
+        for v in (16, 32, 64, 128)
+        for n in (8, 12, 16)
     ],
     "carry": [
         {"carry_heads": heads, "prepare_warps": warps, "carry_programs": n}
         for heads in (1, 2, 4, 8)
         for warps in (1, 2)
-        for n in (4, 8)
+        for n in (4, 8, 12)
     ],
     "together": [
         {"together": 1, "read_v": v, "read_warps": warps}
@@ -105,7 +105,7 @@ def allowed(case: str, change: dict[str, int]) -> bool:
     """Whether a change can be made to this geometry."""
     H, G, V, _ = CASES[case][1]
     most = 1 << (V - 1).bit_length()
-    if max(change.get("read_v", 0), change.get("flush_v", 0)) > most:
+    if change.get("read_v", 0) > most or change.get("flush_v", 0) > V:
         return False
     return change.get("carry_heads", 1) <= H // G
 

@@ -1,4 +1,4 @@
-"""Gated DeltaNet on a GPU: gates, carry and fold in Triton. Equations as in math.md, layout as in mamba2/kernel.py.
+"""Gated DeltaNet on a GPU: gates and carry in Triton. Equations as in math.md, layout as in mamba2/kernel.py.
 
 The carry is the walk, newest record first: by products it needs registers that a GPU would rather spend on more rows at
 a time (docs/log.md). So nothing here needs the ring's `back`.
@@ -7,18 +7,8 @@ a time (docs/log.md). So nothing here needs the ring's `back`.
 import triton
 import triton.language as tl
 
-from replayssm.kernels import (
-    append,
-    append_tokens,
-    channels,
-    expm1,
-    keep,
-    load_row,
-    sigmoid,
-    softplus,
-    store_parts,
-    store_query,
-)
+from replayssm.arithmetic_kernel import sigmoid, softplus, store_parts
+from replayssm.kernels import append, append_tokens, channels, keep, load_row, store_query
 
 
 @triton.jit
@@ -223,10 +213,3 @@ def pass_by(b_t, b_sum, record, CHANNEL: tl.constexpr):
         return b_t * tl.exp(gate)[None, :], b_sum, b_c
     else:
         return b_t, b_sum + gate, b_c * tl.exp(b_sum)
-
-
-@triton.jit
-def step(b_s, b_k, b_v, b_g, weight):
-    """S = a S + w (v - a S k) k^T for a tile [BV, BK]."""
-    b_s += expm1(b_g) * b_s
-    return b_s + (weight * (b_v - tl.sum(b_s * b_k, 1)))[:, None] * b_k

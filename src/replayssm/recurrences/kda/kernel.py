@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from replayssm.kernels import expm1, sigmoid, softplus
+from replayssm.arithmetic_kernel import sigmoid, softplus
 from replayssm.recurrences.gdn.kernel import carry, carry_tokens
 
-__all__ = ["carry", "carry_tokens", "gates", "step"]
+__all__ = ["carry", "carry_tokens", "gates"]
 
 
 @triton.jit
@@ -24,10 +24,3 @@ def gates(inputs, weights, row, i, i_h, o_k, m_k, K: tl.constexpr):
         else:
             b_g = weights.low * sigmoid(rate * b_g)
     return b_g, b_w
-
-
-@triton.jit
-def step(b_s, b_k, b_v, b_g, weight):
-    """S = S Diag(a), then S + w (v - S k) k^T, for a tile [BV, BK]."""
-    b_s += expm1(b_g)[None, :] * b_s
-    return b_s + (weight * (b_v - tl.sum(b_s * b_k[None, :], 1)))[:, None] * b_k

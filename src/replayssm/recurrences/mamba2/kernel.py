@@ -1,4 +1,4 @@
-"""Mamba-2 on a GPU: gates, carry and fold in Triton. Equations and letters as in reference.py and math.md.
+"""Mamba-2 on a GPU: gates and carry in Triton. Equations and letters as in reference.py and math.md.
 
 Records are taken oldest first (place = (start + age) mod R); o_r is a record's age. Decays are sums of their own from a
 record's successor on, so that no large sums are subtracted.
@@ -7,19 +7,8 @@ record's successor on, so that no large sums are subtracted.
 import triton
 import triton.language as tl
 
-from replayssm.kernels import (
-    add_product,
-    append,
-    append_tokens,
-    channels,
-    expm1,
-    keep,
-    load_row,
-    parts_of,
-    softplus,
-    store_parts,
-    store_query,
-)  # fmt: skip
+from replayssm.arithmetic_kernel import add_product, parts_of, softplus, store_parts
+from replayssm.kernels import append, append_tokens, channels, keep, load_row, store_query
 
 
 @triton.jit
@@ -160,9 +149,3 @@ def carry_tokens(
         seen = o_t <= o_t[:, None]
     b_c = tl.where(seen, b_u[:, None, :] * tl.exp(b_on) * score[None, :, :], 0.0)
     tl.store(p_c[:, :, None] + 1 + before + o_t, b_c, mask=m_c[:, :, None] & m_t)
-
-
-@triton.jit
-def step(b_s, b_k, b_v, b_g, weight):
-    """S = a S + w v k^T for a tile [BV, BK]."""
-    return b_s + expm1(b_g) * b_s + (weight * b_v)[:, None] * b_k

@@ -1,0 +1,80 @@
+"""Arithmetic that kernels share: gates, exact products on tensor cores."""
+
+import os
+from typing import Any
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), the identity above 20. log1p by its correction term, exact to an ulp where exp(x) is small."""
+    u = tl.exp(tl.where(x > 20.0, 20.0, x))
+    y = 1.0 + u
+    return tl.where(x > 20.0, x, tl.where(y == 1.0, u, tl.log(y) * (u / (y - 1.0))))
+
+
+@triton.jit
+def expm1(x):
+    """exp(x) - 1 for x <= 0, to an ulp or two also where x is tiny: many such factors in a row must not drift.
+
+    Its series down to -1: a fold's loop runs it once a record in every thread, and with a logarithm and a quotient it
+    was a third of that loop.
+    """
+    y = x * (1 / 3628800) + 1 / 362880
+    y = y * x + 1 / 40320
+    y = y * x + 1 / 5040
+    y = y * x + 1 / 720
+    y = y * x + 1 / 120
+    y = y * x + 1 / 24
+    y = y * x + 1 / 6
+    y = y * x + 0.5
+    return tl.where(x < -1.0, tl.exp(x) - 1.0, y * x * x + x)
+
+
+@triton.constexpr_function
+def parts_of(dtype: Any) -> int:
+    """How many bf16 numbers add up to any number of a dtype."""
+    return {"bf16": 1, "fp16": 2, "fp32": 3}[str(dtype)]
+
+
+parts_of.__triton_builtin__ = True
+
+
+@triton.jit
+def add_product(acc, a, b, A: tl.constexpr, B: tl.constexpr):
+    """acc [M, N] + a [M, K] b [K, N] on tensor cores: a is cut into A bf16 parts that add up to it, b into B.
+
+    Left out are products of parts below the coarser side's last bit: 3 and 3 parts are as good as fp32.
+    """
+    if INTERPRETED:
+        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    for i in tl.static_range(A):
+        a_part, left = a.to(tl.bfloat16), b
+        for j in tl.static_range(B):
+            if i + j < max(A, B):
+                b_part = left.to(tl.bfloat16)
+                acc = tl.dot(a_part, b_part, acc)
+                if j + 1 < B:
+                    left = left - b_part.to(tl.float32)
+        if i + 1 < A:
+            a = a - a_part.to(tl.float32)
+    return acc
+
+
+@triton.jit
+def store_parts(p, x, mask, stride, P: tl.constexpr):
+    """x as P bf16 parts that add up to it, `stride` elements apart."""
+    for i in tl.static_range(P):
+        part = x.to(tl.bfloat16)
+        tl.store(p + i * stride, part, mask=mask)
+        if i + 1 < P:
+            x = x - part.to(tl.float32)
