@@ -77,14 +77,19 @@ for task in "$@"; do
       done
     done
     wait ;;
-  vllm-tests) python3 -m pytest -q -rA tests/integrations/test_vllm_engine.py tests/integrations/test_vllm_models.py 2>&1 | tee "$out/vllm_tests.txt" | tail -60 ;;
-  vllm-check)
+  vllm-tests)
+    python3 -m pytest -q -rA -n 8 --dist worksteal tests/integrations/test_vllm_engine.py tests/integrations/test_vllm_models.py 2>&1 |
+      tee "$out/vllm_tests.txt" | tail -60 ;;
+  vllm-check) # at once: each takes a small part of the GPU
     for model in nemotron-h-gsm qwen3.5-gsm; do
       for options in "--format fp32,split16" "--format fp32 --drafts 4" "--format fp32 --runner v1"; do
         # shellcheck disable=SC2086
-        python3 -m replayssm check --vllm models/$model --tokens 256 $options 2>&1 | tee -a "$out/check-$model.txt"
+        python3 -m replayssm check --vllm models/$model --tokens 256 $options \
+          --engine '{"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2147483648}' >"$out/check-$model-${options##* }.txt" 2>&1 &
       done
-    done ;;
+    done
+    wait
+    tail -n 30 "$out"/check-*.txt ;;
   vllm-smoke)
     small=(--layers 4 --batch-size 8 --steps 64 --repeats 1 --out "$out/e2e-smoke.jsonl")
     whole decode_speedup --model-id "$NANO" --modes stock,replay,vllm-replay "${small[@]}"

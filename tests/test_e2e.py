@@ -43,7 +43,8 @@ if job["format"] == "bf16":
 stock = job["mode"] != "replay"
 drafts = job["drafts"]
 made = dict(
-    gpu="a GPU", versions=dict(vllm="0.33.0"), runner="v1" if job["mode"] == "vllm-replay" else "v2",
+    gpu="a GPU", dtype=job["engine"].get("dtype", "bfloat16"), versions=dict(vllm="0.33.0"),
+    runner="v1" if job["mode"] == "vllm-replay" else "v2",
     async_scheduling=True, graphs="FULL_DECODE_ONLY", compiled=job["compiled"], replayed_layers=0 if stock else 21,
     start_seconds=1.0, launches={"1": dict(BLOCK_SIZE_M=8, num_warps=2)} if job["kernel"] and stock else {},
     state_bytes_per_request=(8e6 if stock else 3e6) * (1 + drafts * stock), kv_bytes_per_token=1000.0,
@@ -59,9 +60,9 @@ if job["task"] == "decode":
             steps_with_rows_missing=0, rows_past_their_end=None if job["dummy"] else 0.25, prompt_tokens=40.0,
         ))
 else:
-    off = dict(fp8=0.5, fp32=1e-3).get(job["format"], 0.0) if not stock else 0.0
+    off = dict(fp8=0.5, fp16=0.1, fp32=1e-3).get(job["format"], 0.0) if not stock else 0.0
     def told(way):
-        off_here = off + (1e-3 if way == "alone" else 0)
+        off_here = off + dict(alone=1e-4, prefill=1e-3).get(way, 0)
         tokens = [5] * job["steps"]
         if drafts:
             tokens[3] = 6
@@ -434,6 +435,21 @@ def test_forced_tokens_are_told_for_every_request(parameters):
     assert [row["tokens"] for row in free] == [[7] * 9] * 3
 
 
+def test_a_prefill_tells_of_the_new_tokens_alone(monkeypatch):
+    """Position n of a prompt is its n-th token, told by what comes before it."""
+
+    def generate(prompts, parameters, use_tqdm):
+        told = [prompt["prompt_token_ids"] for prompt in prompts]
+        at = [[None, *({i: SimpleNamespace(logprob=-float(i))} for i in ids[1:])] for ids in told]
+        return [SimpleNamespace(prompt_logprobs=each) for each in at]
+
+    monkeypatch.setattr(vllm_process, "_greedy", lambda most, **more: (most, more))
+    rows = vllm_process._scored(SimpleNamespace(generate=generate), [[[1, 2], [3, 4]], [[5], [6]]])
+    assert rows == [
+        {"tokens": [3, 4], "logprobs": [[[3, -3.0]], [[4, -4.0]]]}, {"tokens": [6], "logprobs": [[[6, -6.0]]]},
+    ]  # fmt: skip
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -511,8 +527,20 @@ def test_texts_are_compared_until_they_part():
 
 
 def test_the_tolerance_is_of_the_noise_and_never_below_rounding():
-    loud, silent = (vllm_check.compare([told(0.0)], [told(gap)]) for gap in (0.5, 0.0))
-    assert vllm_check.allowed(loud) == 4 * 0.5 and vllm_check.allowed(silent) == 4 * 2.0**-8 * 2.0
+    loud, silent = (vllm_check.compare([told(0.0, 0.0)], [told(gap, 0.0)]) for gap in (0.5, 0.0))
+    assert vllm_check.allowed([silent, loud], "float32", "fp32") == (4 * 0.5, 4 * 0.25)
+    for dtype, name, bits in (("float32", "fp32", 24), ("float16", "fp32", 11), ("float16", "split16", 8)):
+        assert vllm_check.allowed([silent], dtype, name) == (4 * 2.0**-bits * 2.0, 2.0**-bits * 2.0)
+
+
+def test_activations_are_as_exact_as_vllm_has_them(tmp_path):
+    assert vllm_check.exact(BUNDLED) == {"dtype": "float32"}
+    assert vllm_check.exact(BUNDLED.with_name("qwen3.5-gsm")) == {"dtype": "float16"}
+    for words, dtype in (({"text_config": {"linear_num_key_heads": 2}}, "float16"), ({}, "float32")):
+        (tmp_path / "config.json").write_text(json.dumps(words))
+        assert vllm_check.exact(tmp_path) == {"dtype": dtype}
+    (tmp_path / "config.json").write_text('{"quantization_config": {}}')
+    assert vllm_check.exact(tmp_path) == {}
 
 
 def check(*arguments, code=0):
@@ -524,19 +552,27 @@ def check(*arguments, code=0):
 BUNDLED = ROOT / "models" / "nemotron-h-gsm"
 
 
+def row_of(text, name):
+    return next(line for line in text.splitlines() if line.startswith(f"replay, {name} ")).split()
+
+
 def test_check_says_what_is_within_and_what_is_over(engine):
     text = check("--vllm", BUNDLED, "--format", "fp32", "--tokens", 64, "--logs", engine / "logs").output
     assert "stock, alone" in text and "within" in text and "gsm_symbolic" in text and "to 64" in text
+    assert "stock, prefill" in text and "Activations: float32" in text
+    coarse = ("--engine", '{"dtype": "bfloat16"}')
+    assert "Activations: bfloat16" in check("--vllm", BUNDLED, "--format", "fp32", "--tokens", 64, *coarse).output
     result = check("--vllm", BUNDLED, "--format", "fp32,fp8", "--tokens", 64, code=1)
     assert "over" in result.output and "further off than allowed" in result.stderr
     check("--vllm", BUNDLED, "--format", "fp8", "--tolerance", 1, "--tokens", 64)
+    row = row_of(check("--vllm", BUNDLED, "--format", "fp16", "--tokens", 64, code=1).output, "fp16")
+    assert float(row[4]) < float(row[5]), "the mean alone is too large"
     check("--vllm", BUNDLED, "--format", "fp32", "--tolerance", 1e-6, "--tokens", 64, code=1)
 
 
 def test_check_with_drafts_compares_what_is_the_same(engine):
     text = check("--vllm", BUNDLED, "--format", "fp32", "--tokens", 64, "--drafts", 3).output
-    row = next(line for line in text.splitlines() if line.startswith("replay, fp32"))
-    assert row.split()[2:4] == ["4", "16"]  # all four requests parted, after four positions each
+    assert row_of(text, "fp32")[2:4] == ["4", "16"]  # all four requests parted, after four positions each
 
 
 def test_check_says_that_an_engine_failed(engine):

@@ -380,7 +380,7 @@ def check(
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: the GPU if there is one).")] = None,
     format: Annotated[
         str | None,
-        typer.Option(help="Storage formats, several with commas (default: fp32,split16,bf16; with --vllm split16)."),
+        typer.Option(help="Storage formats, several with commas (default: fp32,split16,bf16; --vllm: fp32,split16)."),
     ] = None,
     implementation: Annotated[
         str | None, typer.Option(help="reference, torch or triton (default: all that run).")
@@ -402,7 +402,7 @@ def check(
 ) -> None:
     """Does this installation keep its contract on this machine? Random lives against the plain recurrence in fp64."""
     if vllm is not None:
-        names = (format or "split16").split(",")
+        names = (format or "fp32,split16").split(",")
         _check_vllm(vllm, names, tokens, window, drafts, tolerance, runner, engine, logs)
         return
     from replayssm import check as contract

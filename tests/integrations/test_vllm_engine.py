@@ -27,8 +27,10 @@ from vllm.config import (  # noqa: E402
 )
 from vllm.distributed import init_distributed_environment, initialize_model_parallel  # noqa: E402
 from vllm.forward_context import set_forward_context  # noqa: E402
+from vllm.model_executor.layers.mamba.ops.ssu_dispatch import initialize_mamba_ssu_backend  # noqa: E402
 from vllm.utils.network_utils import get_open_port  # noqa: E402
 from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec  # noqa: E402
 
 from replayssm.integrations.vllm import register  # noqa: E402
 
@@ -116,6 +118,8 @@ class Run:
         size = -(-spec.state_content_size_bytes // 256) * 256
         memory = torch.full((24, 1, 1, size), 0x7F, dtype=torch.int8, device="cuda")
         self.layer.bind_kv_cache(memory[..., : spec.state_content_size_bytes])
+        cache = KVCacheConfig(24, [], [KVCacheGroupSpec([self.layer.prefix], spec)])
+        initialize_mamba_ssu_backend(self.config.mamba_config, cache)  # as vLLM's runner does
         self.per_request = 1 + spec.num_speculative_blocks
         self.builder = self.layer.get_attn_backend().get_builder_cls()(
             spec, [self.layer.prefix], self.config, torch.device("cuda")
@@ -171,9 +175,12 @@ class Engine:
         self.accepted: dict[str, int] = {}
         self.blocks: dict[str, list[list[int]]] = {}
         self.free = [list(range(1, 24)) for _ in self.runs]
+        self.apart: set[str] = set()
+        self.differences: dict[bool, list[float]] = {False: [], True: []}
 
     def begin(self, request: str, prompt: int) -> None:
         self.prompt[request], self.computed[request], self.accepted[request] = prompt, 0, 1
+        self.apart.discard(request)
         self.blocks[request] = [
             [free.pop(0) for _ in range(run.per_request)] for run, free in zip(self.runs, self.free, strict=True)
         ]
@@ -192,13 +199,26 @@ class Engine:
         gate = (H, DIM) if self.kind == "kda" else (H,)
         return {"x": normal(2 * keys * DIM + H * DIM), "w": normal(H), "g": normal(*gate), "z": normal(H, DIM)}
 
-    def step(self, rows: dict[str, int], graph: bool = False) -> float:
-        """Requests bring tokens. Returns the largest difference of answers, relative to their size."""
+    def chunked(self, lengths: Any, prefilling: Any, first: Any) -> Any:
+        """Rows of one token, which we replay, that vLLM's own layer sends through its chunked prefill kernels."""
+        spec = ~prefilling & (self.drafts > 0)
+        prefills = first | (lengths > 1) & ~spec
+        # gdn_attn.py: "Reclassify non-spec decodes as prefills when spec decodes exist"
+        beside_drafts = self.kind != "mamba2" and bool(spec.any())
+        # one branch for all rows where num_prefills > 0
+        beside_prefills = self.kind in ("kda", "olmo") and bool(prefills.any())
+        return (lengths == 1) & ~spec & (first | beside_drafts | beside_prefills)
+
+    @torch.no_grad()
+    def step(self, rows: dict[str, int], graph: bool = False) -> None:
+        """Requests bring tokens. Notes the rows' largest differences of answers, relative to the answers' size."""
         names, lengths = list(rows), np.array(list(rows.values()))
         prefilling = np.array([self.computed[name] < self.prompt[name] for name in names])
         drafts = np.where(prefilling, -1, lengths - 1).astype(np.int32)
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        lens = (np.array([self.computed[name] for name in names]) + lengths).astype(np.int32)
+        before = np.array([self.computed[name] for name in names])
+        lens = (before + lengths).astype(np.int32)
+        self.apart |= {names[i] for i in np.flatnonzero(self.chunked(lengths, prefilling, before == 0))}
         accepted = torch.tensor([self.accepted[name] for name in names], dtype=torch.int32, device="cuda")
         inputs = self.inputs(int(starts[-1]))
         answers = []
@@ -221,11 +241,14 @@ class Engine:
             self.computed[name] += counted
             self.accepted[name] = 1 if prefill else counted
         assert bool(answers[1].isfinite().all())
-        return float((answers[0] - answers[1]).abs().max() / answers[0].abs().max())
+        gaps = (answers[0] - answers[1]).abs().flatten(1).amax(1) / answers[0].abs().max()
+        for name, start, end in zip(names, starts, starts[1:], strict=False):
+            self.differences[name in self.apart].append(float(gaps[start:end].max()))
 
-    def states(self) -> float:
+    @torch.no_grad()
+    def states(self) -> dict[bool, float]:
         """The largest relative difference of the requests' states, each after its accepted tokens."""
-        ours, worst = self.runs[1].builder.pool.cache, 0.0
+        ours, worst = self.runs[1].builder.pool.cache, {False: 0.0, True: 0.0}
         for name, blocks in self.blocks.items():
             n = self.accepted[name]
             own = self.runs[0].layer.kv_cache[1][blocks[0][n - 1 if self.drafts else 0]].float()
@@ -233,31 +256,46 @@ class Engine:
             pending = int(ours.cursors.num_pending[slot])
             cursors = ours.cursors.at(slot)
             state = ours._folded(ours.layers[0], slot, cursors.ring_start, cursors.num_committed + min(n, pending))
-            worst = max(worst, float((own - state[0]).abs().max() / own.abs().max()))
+            gap = float((own - state[0]).abs().max() / own.abs().max())
+            worst[name in self.apart] = max(worst[name in self.apart], gap)
         return worst
 
 
-BOUNDS = {("fp32", "float32"): 3e-5, ("split16", "float32"): 1e-2, ("fp32", "bfloat16"): 3e-2}
+# Answers of rows whose tokens all went through the same kind of kernel on both sides; then of rows that vLLM's own
+# layer has sent through its chunked prefill kernels while we replayed (`chunked`). In fp32 these multiply in tf32, an
+# error of 2^-11 as in fp16 (9e-4 seen), and the state stays apart from then on (4e-4 seen). 16 bits: 8 roundings.
+BOUNDS = {
+    ("fp32", "float32"): (5e-6, 2e-3),
+    ("split16", "float32"): (6e-3, 6e-3),  # bf16 reads of the state
+    ("fp32", "float16"): (4e-3, 4e-3),
+    ("split16", "float16"): (6e-3, 6e-3),
+    ("fp32", "bfloat16"): (3e-2, 3e-2),
+}
+STATES = {"float32": (5e-6, 1e-3), "float16": (4e-3, 4e-3), "bfloat16": (3e-2, 3e-2)}
+EXACT = {"mamba2": "float32", "kda": "float32", "gdn": "float16", "olmo": "float16"}  # vLLM's chunked rule refuses fp32
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "gdn", "kda", "olmo"])
+@pytest.mark.parametrize("kind", list(EXACT))
 @pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("format, dtype", list(BOUNDS))
-def test_a_life_beside_vllms_own_layer(kind: str, drafts: int, format: str, dtype: str) -> None:
+@pytest.mark.parametrize("format, dtype", [("fp32", None), ("split16", None), ("fp32", "bfloat16")])
+def test_a_life_beside_vllms_own_layer(kind: str, drafts: int, format: str, dtype: str | None) -> None:
     """Prefills in pieces, mixed steps, drafts of every length, recycled blocks, prompts of one token, CUDA graphs."""
-    life, bound, T = Engine(kind, format, drafts, dtype), BOUNDS[format, dtype], 1 + drafts
-    differences = []
+    dtype = dtype or EXACT[kind]
+    life, T = Engine(kind, format, drafts, dtype), 1 + drafts
 
     def step(graph: bool = False, **rows: int) -> None:
-        differences.append(life.step(rows, graph))
+        life.step(rows, graph)
 
     life.begin("a", 70)
     life.begin("b", 9)
     step(a=70, b=5)
-    step(a=T, b=4)
-    step(a=T, b=T)
-    life.begin("c", 41)
+    step(b=4)
+    for _ in range(9):
+        step(a=T, b=T)  # nothing but decodes, past a flush
+    early = life.states()[False]
+    life.begin("c", 45)
     step(a=T, b=1, c=40)
+    step(a=T, b=T, c=4)
     step(a=T, b=T, c=1)  # the prompt's last piece is one token
     for _ in range(10):
         step(graph=True, a=T, b=T, c=T)
@@ -267,5 +305,10 @@ def test_a_life_beside_vllms_own_layer(kind: str, drafts: int, format: str, dtyp
     step(a=T, c=T, d=1)
     for _ in range(10):
         step(graph=True, a=T, c=T, d=T)
-    assert max(differences) < bound, differences
-    assert life.states() < (1e-4 if dtype == "float32" else 3e-2)
+    answers = {apart: max(seen) for apart, seen in life.differences.items()}
+    states = life.states()
+    print(f"{kind} {format} {dtype}, {drafts} drafts: answers {answers}, states {early} {states} (True: apart)")
+    assert early < STATES[dtype][0]
+    for apart in (False, True):
+        assert answers[apart] < BOUNDS[format, dtype][apart], life.differences[apart]
+        assert states[apart] < STATES[dtype][apart]

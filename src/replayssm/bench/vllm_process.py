@@ -255,6 +255,7 @@ def start(job: Job) -> tuple[Any, dict[str, Any]]:
         "gpu": torch.cuda.get_device_name(),
         "versions": {each.__name__: each.__version__ for each in (vllm, torch, triton, transformers)},
         "runner": "v2" if config.use_v2_model_runner else "v1",
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "async_scheduling": config.scheduler_config.async_scheduling,
         "graphs": config.compilation_config.cudagraph_mode.name,
         "compiled": int(config.compilation_config.mode) != 0,
@@ -484,12 +485,16 @@ def logprobs(job: Job) -> dict[str, Any]:
 
     At most `seats` requests run at once: the others wait, take over rows that became free, and are prefilled beside
     running ones. `ways`: "free" decodes greedily, which makes the tokens; "together" is fed those tokens, "alone" too,
-    one request at a time. Tokens of an earlier process come in `sequences` ([prompt, new tokens] of every request).
+    one request at a time; "prefill" takes them as prompts. Tokens of an earlier process come in `sequences` ([prompt,
+    new tokens] of every request).
     """
     llm, found = start(job)
     texts = job.sequences or [[ids, []] for ids in prompts(llm, job.texts, 2 * job.seats)]
     made = {}
     for way in job.ways:
+        if way == "prefill":
+            made[way] = _scored(llm, texts)
+            continue
         made[way] = _told(llm, job, texts, 1 if way == "alone" else job.seats, forced=way != "free")
         if way == "free":
             texts = [[ids, row["tokens"]] for (ids, _), row in zip(texts, made[way], strict=True)]
@@ -512,9 +517,23 @@ def _told(llm: Any, job: Job, texts: list[list[list[int]]], seats: int, forced: 
         for output in engine.step():
             part, row = output.outputs[0], rows[int(output.request_id)]
             row["tokens"] += list(part.token_ids)
-            row["logprobs"] += [[[token, told.logprob] for token, told in at.items()] for at in part.logprobs or []]
+            row["logprobs"] += map(_pairs, part.logprobs or [])
             running -= output.finished
     return rows
+
+
+def _scored(llm: Any, texts: list[list[list[int]]]) -> list[dict[str, Any]]:
+    """The same of the new tokens by a prefill: other kernels of the same model, and no state that a decode wrote."""
+    whole = [{"prompt_token_ids": [*ids, *new]} for ids, new in texts]
+    told = llm.generate(whole, _greedy(1, prompt_logprobs=MOST), use_tqdm=False)
+    return [
+        {"tokens": new, "logprobs": [_pairs(at) for at in row.prompt_logprobs[len(ids) :]]}
+        for (ids, new), row in zip(texts, told, strict=True)
+    ]
+
+
+def _pairs(at: dict[int, Any]) -> list[list[Any]]:
+    return [[token, told.logprob] for token, told in at.items()]
 
 
 FORCED = "replayssm_forced_tokens"
