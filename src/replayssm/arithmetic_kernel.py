@@ -50,6 +50,15 @@ parts_of.__triton_builtin__ = True
 
 
 @triton.jit
+def upper(x):
+    """The upper half of fp32 bits, a bf16 number, and what x has below it: cheaper than to round, and as exact."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), x - (bits & 0xFFFF0000).to(
+        tl.float32, bitcast=True
+    )
+
+
+@triton.jit
 def add_product(acc, a, b, A: tl.constexpr, B: tl.constexpr):
     """acc [M, N] + a [M, K] b [K, N] on tensor cores: a is cut into A bf16 parts that add up to it, b into B.
 
@@ -58,15 +67,18 @@ def add_product(acc, a, b, A: tl.constexpr, B: tl.constexpr):
     if INTERPRETED:
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     for i in tl.static_range(A):
-        a_part, left = a.to(tl.bfloat16), b
+        if i + 1 < A:
+            a_part, a = upper(a.to(tl.float32))
+        else:
+            a_part = a.to(tl.bfloat16)
+        left = b
         for j in tl.static_range(B):
             if i + j < max(A, B):
-                b_part = left.to(tl.bfloat16)
-                acc = tl.dot(a_part, b_part, acc)
                 if j + 1 < B:
-                    left = left - b_part.to(tl.float32)
-        if i + 1 < A:
-            a = a - a_part.to(tl.float32)
+                    b_part, left = upper(left.to(tl.float32))
+                else:
+                    b_part = left.to(tl.bfloat16)
+                acc = tl.dot(a_part, b_part, acc)
     return acc
 
 
@@ -74,7 +86,8 @@ def add_product(acc, a, b, A: tl.constexpr, B: tl.constexpr):
 def store_parts(p, x, mask, stride, P: tl.constexpr):
     """x as P bf16 parts that add up to it, `stride` elements apart."""
     for i in tl.static_range(P):
-        part = x.to(tl.bfloat16)
-        tl.store(p + i * stride, part, mask=mask)
         if i + 1 < P:
-            x = x - part.to(tl.float32)
+            part, x = upper(x.to(tl.float32))
+        else:
+            part = x.to(tl.bfloat16)
+        tl.store(p + i * stride, part, mask=mask)

@@ -515,39 +515,40 @@ def flush_rows(
     """Fold the records in front of row i_b's ring_start into rows from_v to behind_v of head i_h, in place.
 
     Tiles of BV rows, in blocks of BB columns; rows with a scale are written whole. There are CHUNKS chunks of records
-    at most; with one, the delta rule reads a tile twice, to ask it and to fold into it, and keeps little in registers.
+    at most. With one, gdn reads a tile twice, to ask it and to fold into it, and keeps little in registers.
     """
     slot, first, _, _, _, _ = load_row(table, i_b, B)
     folds, flush = tl.load(table + 4 * B + i_b), tl.load(table + 8 * B + i_b)
     first = (first + R - folds) % R
-    if CHUNKS == 1:
-        gathered = gather(ring, slot, first, folds, i_h, H, G, K, R, CHANNEL, BB, DELTA)
-    while from_v < behind_v:
-        o_v = from_v + tl.arange(0, BV)
-        if CHUNKS == 1:
-            b_w = 0.0
+    if CHUNKS == 1 and not CHANNEL:
+        gathered = gather(ring, slot, first, folds, i_h, H, G, K, R, BB, DELTA)
+        while from_v < behind_v:
+            o_v, b_w = from_v + tl.arange(0, BV), 0.0
             if DELTA:
                 b_w = tl.zeros([BV, CHUNK], tl.float32)
                 for n in range((K + BB - 1) // BB):
                     b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BB, FORMAT, n * BB)
-                    chunk = load_chunk(ring, slot, first, folds, i_h, n * BB, H, G, K, R, CHANNEL, BB, DELTA)
-                    b_w = ask(b_w, b_s, chunk, CHANNEL, update_parts(FORMAT))
+                    chunk = load_chunk(ring, slot, first, folds, i_h, n * BB, H, G, K, R, BB, DELTA)
+                    b_w = ask(b_w, b_s, chunk, update_parts(FORMAT))
             b_u = values(load_values(ring, slot, first, folds, i_h, o_v, V, R, BV), b_w, gathered, DELTA)
             WIDE: tl.constexpr = BK if needs_whole_rows(FORMAT) else BB
             for n in range((K + WIDE - 1) // WIDE):
                 b_s = load_update(planes, slot, i_h, o_v, V, K, BV, WIDE, FORMAT, n * WIDE)
-                chunk = load_chunk(ring, slot, first, folds, i_h, n * WIDE, H, G, K, R, CHANNEL, WIDE, DELTA)
-                b_s = fold_in(b_s, b_u, chunk, gathered, CHANNEL)
+                chunk = load_chunk(ring, slot, first, folds, i_h, n * WIDE, H, G, K, R, WIDE, DELTA)
+                b_s = fold_in(b_s, b_u, chunk, gathered)
                 if needs_whole_rows(FORMAT):
                     tl.debug_barrier()  # all threads have loaded what is written over
                 store(planes, slot, i_h, o_v, b_s, key, slot, flush, n * WIDE, V, K, BV, WIDE, FORMAT)
-        else:
+            from_v += BV
+    else:
+        while from_v < behind_v:
+            o_v = from_v + tl.arange(0, BV)
             b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BK, FORMAT)
             b_s = fold_tile(b_s, ring, slot, first, folds, i_h, o_v, H, G, V, K, R, CHANNEL, BV, BK, DELTA)
             if needs_whole_rows(FORMAT):
                 tl.debug_barrier()
             store(planes, slot, i_h, o_v, b_s, key, slot, flush, 0, V, K, BV, BK, FORMAT)
-        from_v += BV
+            from_v += BV
 
 
 @triton.jit
@@ -777,10 +778,10 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         registers=registers,
         carry_heads=min(carry_heads, heads),
         carry_programs=8,
-        flush_v=min(V, 64) if rows > 64 else 16,
+        flush_v=16 if rows <= 64 or recurrence.channel_gate else V if V < 128 else 64,
         flush_programs=8,
         fold_v=16,
-        fold_k=32 if K % 32 == 0 else triton.next_power_of_2(K),
+        fold_k=min(triton.next_power_of_2(K), 32 if recurrence.delta or (format == "fp32" and tokens == 1) else 64),
     )
     if tokens == 1:
         return one
