@@ -2,10 +2,10 @@
 
 One layer's step is two launches that overlap, at small batch one:
 
-    prepare flushes: rows that are due: a tile of V walked through the records (`step` of recurrences/<name>/kernel.py,
-            the recurrence itself), or all records at once, and written back. A few programs go through these rows
-            carries: convolution, gates, norms, append, then t and c (`carry` of the same file), for a row and some
-            heads of a key group. A few more programs go through the rows, in order
+    prepare flushes: records of rows that are due are folded into their states (fold_kernel.py), some rows of V of a
+            head at a time. A few programs go through these parts
+            carries: convolution, gates, norms, append, then t and c (`carry` of recurrences/<name>/kernel.py), for a
+            row and some heads of a key group. A few more programs go through the rows, in order
     read    y = c_0 S0 t + c . v, skip, output gate: one program per row, head and tile of V
 
 A launch begins when all programs of the one before have begun (programmatic dependence). What a read needs it awaits by
