@@ -128,7 +128,7 @@ def jobs(
     step = {
         "ring": RING, "table": "*i32", "ready": Pool("*i32", "i32"),
         "q": None if tokens == 1 else "*bf16", "t": "*bf16", "c": "*bf16" if tokens == 1 else "*fp32",
-        "ends": "*fp32" if tokens == 1 else None,
+        "ends": "*fp32" if tokens == 1 else None, "part": "i32",
     }  # fmt: skip
     outputs = {"y": "*bf16", "skip": None if delta else Field("*fp32", "i32", "i32"), "gate": None}
     found = []
@@ -150,10 +150,10 @@ def jobs(
                 limits = chosen.read_warps, chosen.registers
                 found.append((f"decode {fmt}", kernels.decode_kernel, types | inputs, constants, *limits))
             else:
-                constants = reading | {"BJ": chosen.carry_heads, "PDL": PDL, "BW": chosen.flush_v, "FORMAT": fmt}
+                constants = reading | {"BJ": chosen.carry_heads, "PDL": PDL, "BESIDE": True, "FORMAT": fmt}
                 found.append((f"read {fmt}", kernels.read_kernel, types, constants, chosen.read_warps, None))
                 constants = carrying | folding | {
-                    "BV": chosen.flush_v, "BF": chosen.fold_v, "BB": chosen.fold_k, "PDL": PDL,
+                    "BF": chosen.fold_v, "BB": chosen.fold_k, "PDL": PDL,
                     "BJ": chosen.carry_heads,
                     "BC": triton.next_power_of_2(chosen.carry_heads * V),
                 }  # fmt: skip

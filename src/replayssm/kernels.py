@@ -298,17 +298,17 @@ def await_number(ready, slot, number, at):
 
 @triton.jit
 def prepare_kernel(
-    planes, key, inputs, ring, weights, table, ready, parent, kin, q, t, c, ends, B, flushers,
+    planes, key, inputs, ring, weights, table, ready, parent, kin, q, t, c, ends, B, flushers, part,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, W: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BJ: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
-    CHANNEL: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr,
-    CHUNKS: tl.constexpr, PDL: tl.constexpr,
+    BJ: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr, CHANNEL: tl.constexpr,
+    DELTA: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """All that a read awaits: the first flushers programs flush, the others carry; each goes through its share.
 
-    Flush: BV rows of V of a head of a row that is due, BF at a time, by the list of such rows, empty or not. Append and
-    carry: BJ heads of a key group and row, rows in order. It begins before the launch in front of it has ended, and
+    Flush: `part` rows of V of a head of a row that is due, BF at a time, by the list of such rows, empty or not. Append
+    and carry: BJ heads of a key group and row, rows in order. It begins before the launch in front of it has ended, and
     awaits that.
 
     | Name       | Shape          | Dtype  | Dir    | Meaning                                                  |
@@ -336,13 +336,13 @@ def prepare_kernel(
     i = tl.program_id(0)
     if i < flushers:
         if CHUNKS > 0:
-            parts: tl.constexpr = (V + BV - 1) // BV
+            parts = (V + part - 1) // part
             i_n = i // (H * parts)
             i_b = tl.load(table + 6 * B + i_n, mask=i_n < B, other=-1)
             while i_b >= 0:
                 i_h, i_v = i // parts % H, i % parts
                 flush_rows(
-                    planes, key, ring, table, i_b, i_h, i_v * BV, tl.minimum((i_v + 1) * BV, V), B,
+                    planes, key, ring, table, i_b, i_h, i_v * part, tl.minimum((i_v + 1) * part, V), B,
                     H, G, V, K, R, CHANNEL, BF, BK, BB, DELTA, FORMAT, CHUNKS,
                 )  # fmt: skip
                 publish(ready, table, i_b, H + i_h * parts + i_v, B)
@@ -553,16 +553,17 @@ def flush_rows(
 
 @triton.jit
 def read_kernel(
-    planes, ring, table, ready, t, c, ends, y, skip, gate,
+    planes, ring, table, ready, t, c, ends, y, skip, gate, part,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
-    BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BW: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BESIDE: tl.constexpr, FORMAT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """read_tile or read_tokens for every tile, head and row: grid (V / BV, H, B).
 
     planes: those of the format, as Pools. Bytes: V K read_bytes + (committed + T) V itemsize per
     row and head, and t, c, y. The checkpoint is on its way before the carry is awaited. A row that is due is awaited
-    first, where (BW) it was flushed beside.
+    first, where it was flushed BESIDE, by `part` rows of V.
     """
     if PDL:
         gdc_launch_dependents()
@@ -572,12 +573,13 @@ def read_kernel(
         zero_tile(y, i_b.to(tl.int64), i_h, i_v, T, H, V, BV)
     else:
         number = tl.load(table + 7 * B + i_b)
-        if BW is not None:
+        if BESIDE:
             if folds > 0:
-                parts: tl.constexpr = (V + BW - 1) // BW
-                for i_w in range((BV + BW - 1) // BW):
-                    part = tl.minimum(i_v * BV // BW + i_w, parts - 1)
-                    await_number(ready, slot, number, H + i_h * parts + part)
+                parts = (V + part - 1) // part
+                i_w = i_v * BV // part
+                while i_w * part < tl.minimum((i_v + 1) * BV, V):
+                    await_number(ready, slot, number, H + i_h * parts + i_w)
+                    i_w += 1
         codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
         if T > 1:
             read_tokens(
@@ -753,7 +755,10 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
     bits = stored.reads.bits
     if together:
         # in more than one warp, every sum of a carry goes through shared memory and a barrier
-        read_v, read_warps = (32, 8 if stored.copy else 4) if scaled else (16, 1)
+        if scaled:
+            read_v, read_warps = 32, 8 if stored.copy else 4
+        else:
+            read_v, read_warps = (32, 4) if in_bf16(format) and not recurrence.delta else (16, 1)
     elif format == "fp16":
         read_v, read_warps = 16 if recurrence.channel_gate else 32, 2
     elif bits <= 8:  # instructions decide: with many rows to a warp, addresses and sums are worked out seldom
@@ -790,8 +795,8 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         read_v=min(most, 16 if one.together else wide),
         read_warps=2 if one.together else wide // 16,
         prepare_warps=max(2, one.prepare_warps),
-        carry_heads=min(2, H // G) if recurrence.delta else one.carry_heads,
-        carry_programs=4 if recurrence.delta else 2,
+        carry_heads=min(2 if recurrence.delta else 4, heads),
+        carry_programs=4 if recurrence.delta else 8,
     )
 
 
@@ -914,13 +919,13 @@ def decode(
     flushers = min(most, chosen.flush_programs * processors(device)) if beside else 0
     prepare_kernel[(flushers + (min(units, chosen.carry_programs * processors(device)) if PDL else units),)](
         checkpoint, layer.key, inputs, ring, weights, table, ready, step.parent, step.kin, q, t, c, ends, B, flushers,
-        **(carrying | flushing), PDL=PDL, BV=chosen.flush_v, BJ=chosen.carry_heads,
+        chosen.flush_v, **(carrying | flushing), PDL=PDL, BJ=chosen.carry_heads,
         BC=triton.next_power_of_2(chosen.carry_heads * V), num_warps=chosen.prepare_warps,
         **early, **limited,
     )  # fmt: skip
     read_kernel[grid](
-        checkpoint, ring, table, ready, t, c, ends, *outputs, **reading, PDL=PDL, FORMAT=format, BV=chosen.read_v,
-        BJ=chosen.carry_heads, BW=chosen.flush_v if beside else None, num_warps=chosen.read_warps,
+        checkpoint, ring, table, ready, t, c, ends, *outputs, chosen.flush_v, **reading, PDL=PDL, FORMAT=format,
+        BV=chosen.read_v, BJ=chosen.carry_heads, BESIDE=beside, num_warps=chosen.read_warps,
         **early,
     )  # fmt: skip
     return y
