@@ -113,7 +113,7 @@ def jobs(
     recurrence, (H, G, V, K) = recurrences.get(name), size
     module, delta, R = recurrence.kernel(), recurrence.delta, WINDOW + tokens
     PDL = not amd
-    sizes = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K)}
+    sizes = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": kernels.columns(K)}
     sizes |= {"CHANNEL": recurrence.channel_gate}
     carrying = sizes | {
         "T": tokens, "L": WIDTH - 1 + tokens, "W": WIDTH, **kernels.tiles(recurrence, WINDOW, tokens, torch.bfloat16),

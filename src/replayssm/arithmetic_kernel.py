@@ -64,6 +64,7 @@ def add_product(acc, a, b, A: tl.constexpr, B: tl.constexpr):
 
     Left out are products of parts below the coarser side's last bit: 3 and 3 parts are as good as fp32.
     """
+    tl.static_assert(a.shape[1] >= 16, "tensor cores sum over 16 or more")
     if INTERPRETED:
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     for i in tl.static_range(A):

@@ -786,7 +786,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         flush_v=16 if rows <= 64 or recurrence.channel_gate else V if V < 128 else 64,
         flush_programs=8,
         fold_v=16,
-        fold_k=min(triton.next_power_of_2(K), 32 if recurrence.delta or (format == "fp32" and tokens == 1) else 64),
+        fold_k=min(columns(K), 32 if recurrence.delta or (format == "fp32" and tokens == 1) else 64),
     )
     if tokens == 1:
         return one
@@ -839,6 +839,11 @@ def exactness(dtype: torch.dtype) -> int:
     return 3 if dtype == torch.float32 else 2
 
 
+def columns(K: int) -> int:
+    """Columns of a tile: a power of two, and no fewer than a product on tensor cores sums over."""
+    return max(16, int(triton.next_power_of_2(K)))
+
+
 def tiles(recurrence: Any, window: int, tokens: int, dtype: torch.dtype) -> dict[str, int]:
     """Tiles of records before a step and of tokens (of one token: of parts), and the bf16 parts of a carried query.
 
@@ -888,7 +893,7 @@ def decode(
         # as many tokens as records may wait: those are folded first, to make room
         start = (table[1] - table[4]) % R
         _launch_fold(recurrence, layer, table[0], start, table[4], table[8], layer.checkpoint, format)
-    sizes = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": triton.next_power_of_2(K)}
+    sizes = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": columns(K)}
     carrying = sizes | tile | {
         "T": T, "L": layer.conv.shape[1], "W": 1 if weights.conv_weight is None else weights.conv_weight.shape[1],
         "CHANNEL": recurrence.channel_gate, "CARRY": module.carry if T == 1 else module.carry_tokens,
@@ -974,7 +979,7 @@ def store_states(layer: LayerState, slots: Tensor, state: Tensor) -> None:
         BV = min(16, triton.next_power_of_2(V))
         store_kernel[(triton.cdiv(V, BV), H, n)](
             state.contiguous(), planes(layer.checkpoint), layer.key, slots,
-            H=H, V=V, K=K, BV=BV, BK=triton.next_power_of_2(K), FORMAT=layer.format.name, num_warps=8 if scaled else 2,
+            H=H, V=V, K=K, BV=BV, BK=columns(K), FORMAT=layer.format.name, num_warps=8 if scaled else 2,
         )  # fmt: skip
 
 
@@ -989,7 +994,7 @@ def _launch_fold(
     BV = min(16, triton.next_power_of_2(V))
     fold_kernel[(triton.cdiv(V, BV), H, len(slots))](
         planes(layer.checkpoint), planes(into), layer.key, pools(layer), slots, start, counts, flushes,
-        H=H, G=G, V=V, K=K, R=R, BV=BV, BK=triton.next_power_of_2(K), CHANNEL=recurrence.channel_gate,
+        H=H, G=G, V=V, K=K, R=R, BV=BV, BK=columns(K), CHANNEL=recurrence.channel_gate,
         DELTA=recurrence.delta, FORMAT=layer.format.name, OUT=out, IN_PLACE=into is layer.checkpoint,
         num_warps=8 if needs_whole_rows(layer.format.name) or recurrence.channel_gate else 2,
     )  # fmt: skip
