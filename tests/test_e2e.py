@@ -81,6 +81,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(vllm_process, "COMMAND", (sys.executable, str(script)))
     monkeypatch.setattr(e2e, "needs_vllm", lambda: None)
     monkeypatch.setattr(vllm_check, "needs_vllm", lambda: None)
+    monkeypatch.setattr(vllm_check.out, "width", 120)  # whatever COLUMNS was when it was made
     return tmp_path
 
 
