@@ -163,7 +163,7 @@ def jobs(
         into = planes | {"into": pools, "ring": RING}
         into |= dict.fromkeys(("slots", "start", "counts", "flushes"), "*i64")
         folding |= {"BV": 16, "OUT": fmt, "IN_PLACE": True}
-        warps = 8 if fmt in SCALED or recurrence.channel_gate else 2
+        warps = 8 if fmt in SCALED or recurrence.channel_gate else 4
         found.append((f"fold {fmt}", kernels.fold_kernel, into, folding, warps, None))
     return found
 

@@ -996,5 +996,5 @@ def _launch_fold(
         planes(layer.checkpoint), planes(into), layer.key, pools(layer), slots, start, counts, flushes,
         H=H, G=G, V=V, K=K, R=R, BV=BV, BK=columns(K), CHANNEL=recurrence.channel_gate,
         DELTA=recurrence.delta, FORMAT=layer.format.name, OUT=out, IN_PLACE=into is layer.checkpoint,
-        num_warps=8 if needs_whole_rows(layer.format.name) or recurrence.channel_gate else 2,
+        num_warps=8 if needs_whole_rows(layer.format.name) or recurrence.channel_gate else 4,
     )  # fmt: skip
