@@ -114,6 +114,13 @@ def _decode_grids(rows: list[dict[str, Any]]) -> list[Grid]:
     return grids
 
 
+def _cache(row: dict[str, Any]) -> str:
+    """Which cache a row of `replayssm compare` is of, and where its drafts came from."""
+    if row["cache"] == "host":
+        return "host cache"
+    return f"replayed, {row['format']}" + (f", drafts by {row['draft']}" if row.get("draft") else "")
+
+
 def _compare_grid(name: str, document: dict[str, Any]) -> Grid:
     origin, lines = document["provenance"], []
     hosts = {row["model"]: row for row in document["rows"] if row["cache"] == "host"}
@@ -124,7 +131,7 @@ def _compare_grid(name: str, document: dict[str, Any]) -> Grid:
         lines.append(
             [
                 row["model"],
-                "host cache" if row["cache"] == "host" else f"replayed, {row['format']}",
+                _cache(row),
                 str(row["batch"]),
                 f"{row['tokens_per_second']:,.0f} ({ratio:.2f}x)",
                 f"{traffic:,.0f}",
@@ -198,7 +205,7 @@ def _slower(rows: list[dict[str, Any]], compared: dict[str, Any]) -> list[str]:
         for row in document["rows"]:
             ratio = row["tokens_per_second"] / hosts[row["model"]]
             if row["cache"] != "host" and ratio < 1:
-                where = f"{row['model']}, {row['format']}, batch {row['batch']} on {document['provenance']['device']}"
+                where = f"{row['model']}, {_cache(row)}, batch {row['batch']} on {document['provenance']['device']}"
                 lines.append(f"{where}: {ratio:.2f}x, whole model ({name})")
     return lines
 
