@@ -190,7 +190,7 @@ def test_report_is_one_page_with_every_figure_and_where_it_comes_from(tmp_path: 
         assert listed == (row["speedup"] < 1)
     for path in (ROOT / "results").glob("compare*.json"):
         for row in json.loads(path.read_text())["rows"]:
-            assert row.get("draft") is None or f"replayed, {row['format']}, drafts by {row['draft']}" in text
+            assert row.get("draft") is None or f"drafts, {row['draft']} {row['tree']}" in text
     assert {row["commit"][:12] for row in rows if row["commit"]} <= set(
         text.replace("<", " ").replace(">", " ").split()
     )

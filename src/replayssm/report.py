@@ -9,12 +9,13 @@ import base64
 import json
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from jinja2 import Environment
 
 from replayssm import __version__
-from replayssm.compare import SCHEMA
+from replayssm.compare import SCHEMA, label
 
 WHERE = ("gpu", "device", "date", "commit", "command")  # of a row, beside its versions
 
@@ -115,10 +116,9 @@ def _decode_grids(rows: list[dict[str, Any]]) -> list[Grid]:
 
 
 def _cache(row: dict[str, Any]) -> str:
-    """Which cache a row of `replayssm compare` is of, and where its drafts came from."""
-    if row["cache"] == "host":
-        return "host cache"
-    return f"replayed, {row['format']}" + (f", drafts by {row['draft']}" if row.get("draft") else "")
+    """Which cache a row of `replayssm compare` is of, or where its drafts came from."""
+    named: Any = SimpleNamespace(**{"draft": None} | row)
+    return label(named)
 
 
 def _compare_grid(name: str, document: dict[str, Any]) -> Grid:
