@@ -194,6 +194,8 @@ def test_report_is_one_page_with_every_figure_and_where_it_comes_from(tmp_path: 
     assert {row["commit"][:12] for row in rows if row["commit"]} <= set(
         text.replace("<", " ").replace(">", " ").split()
     )
+    for line in (ROOT / "results" / "accuracy.md").read_text().splitlines():
+        assert not line.startswith("| ") or all(f">{cell.strip(' `')}<" in text for cell in line.split("|")[1:-1]), line
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 

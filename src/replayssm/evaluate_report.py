@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,25 @@ def newest(path: Path) -> dict[tuple[Any, ...], Row]:
     """
     if not path.is_file():
         raise ValueError(f"{path} is not a file: `replayssm eval` writes it.")
-    rows: dict[tuple[Any, ...], Row] = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        rows[row["measure"], row["model"], row["format"], row.get("late", row.get("task"))] = row
+    rows = keyed(_read(path))
     if not rows:
         raise ValueError(f"{path} has no rows: `replayssm eval` writes them.")
     return rows
 
 
-def speeds(path: Path) -> dict[str, dict[str, float]]:
+def _read(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def keyed(rows: Iterable[Row]) -> dict[tuple[Any, ...], Row]:
+    """Rows by measure, model, format and late or task; the last of each."""
+    return {(row["measure"], row["model"], row["format"], row.get("late", row.get("task"))): row for row in rows}
+
+
+def speeds(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
     """Speed against the fastest public kernel at B = 256 with one token, by format and case, newest rows."""
     found: dict[str, dict[str, float]] = {}
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        row = json.loads(line)
+    for row in rows:
         if row["bench"] == "decode" and row["tokens"] == 1 and row["staggered"] and row["geometry"]["B"] == 256:
             found.setdefault(row["format"], {})[row["case"]] = row["speedup"]
     return found
@@ -42,7 +48,7 @@ def speeds(path: Path) -> dict[str, dict[str, float]]:
 
 def write_report(rows_file: Path, kernels_file: Path, folder: Path) -> list[Path]:
     """Write folder/accuracy.md and folder/accuracy.png."""
-    rows, fast = newest(rows_file), speeds(kernels_file)
+    rows, fast = newest(rows_file), speeds(_read(kernels_file))
     paths = [folder / "accuracy.md", folder / "accuracy.png"]
     with whole(paths[0]) as part:
         part.write_text(table(rows, fast))
@@ -52,8 +58,20 @@ def write_report(rows_file: Path, kernels_file: Path, folder: Path) -> list[Path
 
 
 def table(rows: dict[tuple[Any, ...], Row], fast: dict[str, dict[str, float]]) -> str:
-    """A Markdown table per model: bytes, speed, KL, drift and accuracy of every format."""
+    """A Markdown table per model."""
     text = []
+    for model, (head, lines) in tables(rows, fast).items():
+        text += [f"**{model}**", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+        text += [f"| `{name}` | " + " | ".join(cells) + " |" for name, *cells in lines]
+        text.append("")
+    return "\n".join(text)
+
+
+def tables(
+    rows: dict[tuple[Any, ...], Row], fast: dict[str, dict[str, float]]
+) -> dict[str, tuple[list[str], list[list[str]]]]:
+    """Head and lines per model: bytes, speed, KL, drift and accuracy of every format."""
+    found = {}
     for model in sorted({key[1] for key in rows}):
         mine = {(m, f, x): row for (m, name, f, x), row in rows.items() if name == model and m != "harness"}
         lates = sorted({x for m, _, x in mine if m == "task"})
@@ -68,11 +86,11 @@ def table(rows: dict[tuple[Any, ...], Row], fast: dict[str, dict[str, float]]) -
             "state error",
         ]
         head += [f"right, {'alone' if not n else f'behind {n}'}" for n in lates]
-        text += [f"**{model}**", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+        lines = []
         about = {f: row for (_, f, _), row in sorted(mine.items(), key=lambda x: x[0][0] == "kl")}
         for name, some in sorted(about.items(), key=lambda x: (x[0] != "fp32", -x[1]["stored_bytes_per_element"])):
             moved = some["bytes_read_per_token"] + some["bytes_written_per_token"]
-            cells = [f"`{name}`", f"{some['stored_bytes_per_element']:.2f}", f"{moved / 1e3:,.0f}"]
+            cells = [name, f"{some['stored_bytes_per_element']:.2f}", f"{moved / 1e3:,.0f}"]
             speed = fast.get(name, {})
             cells.append(f"{min(speed.values()):.2f}x to {max(speed.values()):.2f}x" if speed else "")
             kl, drift = mine.get(("kl", name, None)), mine.get(("drift", name, None))
@@ -84,9 +102,9 @@ def table(rows: dict[tuple[Any, ...], Row], fast: dict[str, dict[str, float]]) -
             for late in lates:
                 task = mine.get(("task", name, late))
                 cells.append("" if not task else _right(task))
-            text.append("| " + " | ".join(cells) + " |")
-        text.append("")
-    return "\n".join(text)
+            lines.append(cells)
+        found[model] = head, lines
+    return found
 
 
 def _right(row: Row) -> str:

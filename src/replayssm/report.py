@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment
 
-from replayssm import __version__
+from replayssm import __version__, evaluate_report
 from replayssm.compare import SCHEMA, label
 
 WHERE = ("gpu", "device", "date", "commit", "command")  # of a row, beside its versions
@@ -55,9 +55,14 @@ def page(results: Path) -> str:
         )
     decode = _newest([row for row in everything if _is_decode(row)])
     others = {
-        name: [row for row in found if not _is_decode(row)] for name, found in rows.items() if not name.startswith(".")
+        name: [row for row in found if not _is_decode(row) and "measure" not in row]
+        for name, found in rows.items()
+        if not name.startswith(".")
     }
+    measured = evaluate_report.keyed(row for row in everything if "measure" in row)
     grids = [*_decode_grids(decode)]
+    for model, (head, lines) in evaluate_report.tables(measured, evaluate_report.speeds(decode)).items():
+        grids.append(Grid(f"Formats: what they cost and keep, {model}", head, lines))
     grids += [_compare_grid(name, found) for name, found in compared.items()]
     grids += [_plain_grid(name, found) for name, found in others.items() if found]
     pictures = [
