@@ -744,8 +744,8 @@ class Launch(NamedTuple):
 def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) -> Launch:
     """Launch choices, found on an NVIDIA H200 (docs/log.md, 2026-11-30).
 
-    Those of several tokens, and of one launch for few rows, come from machine code (registers, bytes, barriers,
-    instructions: the same log), not from a GPU.
+    Those of several tokens of the delta rule come from machine code (registers, bytes, barriers, instructions), not
+    from a GPU.
     What decides the order of a sum is one choice for every number of rows, so a row's result does not depend on how
     many there are, but for one launch against two.
     """
