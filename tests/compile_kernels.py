@@ -146,14 +146,14 @@ def jobs(
             if tokens == 1 and not formats_kernel.in_bf16(fmt):
                 types["t"] = "*fp32"
             if chosen.together:
-                constants = carrying | reading | folding | {"BF": chosen.fold_v, "BB": chosen.fold_k, "PDL": PDL}
+                constants = carrying | reading | folding | {"BF": kernels.FOLD_V, "BB": chosen.fold_k, "PDL": PDL}
                 limits = chosen.read_warps, chosen.registers
                 found.append((f"decode {fmt}", kernels.decode_kernel, types | inputs, constants, *limits))
             else:
                 constants = reading | {"BJ": chosen.carry_heads, "PDL": PDL, "BESIDE": True, "FORMAT": fmt}
                 found.append((f"read {fmt}", kernels.read_kernel, types, constants, chosen.read_warps, None))
                 constants = carrying | folding | {
-                    "BF": chosen.fold_v, "BB": chosen.fold_k, "PDL": PDL,
+                    "BF": kernels.FOLD_V, "BB": chosen.fold_k, "PDL": PDL,
                     "BJ": chosen.carry_heads,
                     "BC": triton.next_power_of_2(chosen.carry_heads * V),
                 }  # fmt: skip

@@ -148,6 +148,7 @@ def test_kernels_compile_without_a_gpu(arch: str) -> None:
     # cursors' two kernels; of six geometries in four formats decode (B = 1), read, prepare and fold; these four of
     # three geometries in two formats more
     assert len(lines) == 2 + 6 * 4 * 4 + 3 * 2 * 4
-    if arch != "gfx942":  # of a flush two registers may be: the assembler then fits more of them on a processor
-        spills = [(line, int(line.split()[-1])) for line in lines]
-        assert all(spilled <= (8 if " prepare " in line else 0) for line, spilled in spills), done.stdout
+    if arch != "gfx942":  # two registers of one flush: the assembler then fits more of its programs on a processor
+        known = "90 mamba2 (64, 8, 64, 128) prepare bf16 "
+        spilled = [line for line in lines if not line.endswith("spills 0")]
+        assert all(line.startswith(known) and line.endswith("spills 8") for line in spilled), done.stdout

@@ -714,6 +714,9 @@ def convolve_kernel(
 # ---- launches ----
 
 
+FOLD_V = 16  # rows of V of a product on tensor cores
+
+
 class Launch(NamedTuple):
     """Launch choices of one geometry; tiles are powers of two, programs are per processor of the GPU.
 
@@ -725,7 +728,7 @@ class Launch(NamedTuple):
             spill (NVIDIA).
         carry_heads, carry_programs: heads of a key group that are carried at a time; so many programs go through rows.
         flush_v, flush_programs: rows of V of one part of a flush, 16 or more; so many programs go through all parts.
-        fold_v, fold_k: rows of V and columns of K that are folded at a time.
+        fold_k: columns of K that are folded at a time, for FOLD_V rows of V.
     """
 
     together: bool
@@ -737,7 +740,6 @@ class Launch(NamedTuple):
     carry_programs: int
     flush_v: int
     flush_programs: int
-    fold_v: int
     fold_k: int
 
 
@@ -785,7 +787,6 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         carry_programs=8,
         flush_v=16 if rows <= 64 or recurrence.channel_gate else V if V < 128 else 64,
         flush_programs=8,
-        fold_v=16,
         fold_k=min(columns(K), 32 if recurrence.delta or (format == "fp32" and tokens == 1) else 64),
     )
     if tokens == 1:
@@ -904,7 +905,7 @@ def decode(
     }  # fmt: skip
     flushing = sizes | {
         "CHANNEL": recurrence.channel_gate, "DELTA": recurrence.delta, "FORMAT": format,
-        "CHUNKS": triton.cdiv(window, CHUNK.value) if beside else 0, "BF": chosen.fold_v, "BB": chosen.fold_k,
+        "CHUNKS": triton.cdiv(window, CHUNK.value) if beside else 0, "BF": FOLD_V, "BB": chosen.fold_k,
     }  # fmt: skip
     if skip is not None:
         skip = (skip[:, None] if skip.ndim == 1 else skip).expand(H, V)
