@@ -26,8 +26,8 @@ def softplus(x):
 def expm1(x):
     """exp(x) - 1 for x <= 0, to an ulp or two also where x is tiny: many such factors in a row must not drift.
 
-    Its series down to -1: a fold's loop runs it once a record in every thread, and with a logarithm and a quotient it
-    was a third of that loop.
+    Its series down to -1: a walk (kda's fold) runs it once a record in every thread, and with a logarithm and a
+    quotient it was a third of that loop.
     """
     y = x * (1 / 3628800) + 1 / 362880
     y = y * x + 1 / 40320
