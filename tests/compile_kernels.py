@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from replayssm import Geometry, formats, formats_kernel, kernels, recurrences, ring_kernel
+from replayssm.device import Device
 from replayssm.formats_kernel import decode_read, fetch_read, load_update, read_kind, store, summed
 from replayssm.kernels import Field, Inputs, LayerWeights, Pool, Ring
 
@@ -41,7 +42,7 @@ WINDOW, WIDTH = 16, 4
 ROWS = (1, 256)
 EXTRA: dict[str, int] = {}
 BF16, FP32 = Field("*bf16", "i32", "i32"), Field("*fp32", "i32", "i32")
-RING = Ring(*(Pool(pointer, "i32") for pointer in ("*bf16", "*bf16", *3 * ("*fp32",), "*bf16")))
+RING = Ring(*(Pool(pointer, "i32") for pointer in ("*bf16", "*bf16", *4 * ("*fp32",), "*bf16")))
 
 
 def resources(
@@ -119,6 +120,9 @@ def jobs(
         "T": tokens, "L": WIDTH - 1 + tokens, "W": WIDTH, **kernels.tiles(recurrence, WINDOW, tokens, torch.bfloat16),
         "CARRY": module.carry if tokens == 1 else module.carry_tokens, "GATES": module.gates,
     }  # fmt: skip
+    ring = RING._replace(
+        norm=RING.norm if delta else None, back=RING.back if Device().needs_back(recurrence, tokens) and delta else None
+    )
     bound = None if delta else "fp32"
     inputs = {
         "inputs": Inputs(BF16, BF16, BF16, BF16 if delta else None, BF16),
@@ -126,7 +130,7 @@ def jobs(
         "parent": None, "kin": None,
     }  # fmt: skip
     step = {
-        "ring": RING, "table": "*i32", "ready": Pool("*i32", "i32"),
+        "ring": ring, "table": "*i32", "ready": Pool("*i32", "i32"),
         "q": None if tokens == 1 else "*bf16", "t": "*bf16", "c": "*bf16" if tokens == 1 else "*fp32",
         "ends": "*fp32" if tokens == 1 else None, "part": "i32",
     }  # fmt: skip
@@ -150,7 +154,10 @@ def jobs(
                 limits = chosen.read_warps, chosen.registers
                 found.append((f"decode {fmt}", kernels.decode_kernel, types | inputs, constants, *limits))
             else:
-                constants = reading | {"BJ": chosen.carry_heads, "PDL": PDL, "BESIDE": True, "FORMAT": fmt}
+                constants = reading | {
+                    "BJ": chosen.carry_heads, "PDL": PDL, "BESIDE": True, "FORMAT": fmt, "BB": chosen.read_k,
+                    "STAGES": chosen.read_stages,
+                }  # fmt: skip
                 found.append((f"read {fmt}", kernels.read_kernel, types, constants, chosen.read_warps, None))
                 constants = carrying | folding | {
                     "BF": kernels.FOLD_V, "BB": chosen.fold_k, "PDL": PDL,
@@ -160,7 +167,7 @@ def jobs(
                 types |= inputs | {"B": "i32", "flushers": "i32"}
                 limits = chosen.prepare_warps, chosen.registers
                 found.append((f"prepare {fmt}", kernels.prepare_kernel, types, constants, *limits))
-        into = planes | {"into": pools, "ring": RING}
+        into = planes | {"into": pools, "ring": ring}
         into |= dict.fromkeys(("slots", "start", "counts", "flushes"), "*i64")
         folding |= {"BV": 16, "OUT": fmt, "IN_PLACE": True}
         warps = 8 if fmt in SCALED or recurrence.channel_gate else 4

@@ -701,7 +701,7 @@ def _tensors(
 ) -> dict[str, _Tensor]:  # fmt: skip
     """Shape behind S and dtype of every tensor of a layer; see ring.LayerState and ring.Records."""
     (H, G, V, K), R, wide = geometry, sizes.ring, fmt.compute
-    products = R if recurrence.delta and implementation.needs_back else 0
+    products = R if recurrence.delta and implementation.needs_back(recurrence, sizes.ring - sizes.window) else 0
     planes = {f"checkpoint.{i}": ((H, V, plane.columns(K)), plane.dtype) for i, plane in enumerate(fmt.planes)}
     return planes | {
         "k": ((G, R, K), dtype),

@@ -23,7 +23,10 @@ class Device(NamedTuple):
 
     name: str = "triton"
     on_device: bool = True
-    needs_back: bool = False
+
+    def needs_back(self, recurrence: Recurrence, max_tokens: int) -> bool:
+        """Of one token, or with a gate per key channel, it is the walk."""
+        return not recurrence.channel_gate and max_tokens > 1
 
     def begin(
         self,

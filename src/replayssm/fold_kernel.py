@@ -7,10 +7,11 @@ the sum behind it:
     u_j = w_j v_j                                       Mamba-2
     U = X^T (V - exp(P) K S0^T)                         gdn: X = ((I + A)^-1 Diag(w))^T,
                                                         A_ij = w_i exp(D_ij) (k_j . k_i) for j before i
-with D_ij the sum of g behind j up to i. (I + A)^-1 is found by substitution, once for all rows of V. What the state
-is asked (`ask`) and what it gets (`fold_in`) is worked out in blocks of K, so that little waits in registers. Sums of g
-are sums, never differences of larger ones. Keys in bf16 stay exact. Tensor cores round towards zero after every few
-products: exp(P_n) S0 stays out of them, and what blocks of K give is added outside.
+with D_ij the sum of g behind j up to i. (I + A)^-1 is found by substitution, once for all rows of V; where the ring
+has `back`, X is (Diag(w) (I + back))^T (math.md). What the state is asked (`ask`) and what it gets (`fold_in`) is
+worked out in blocks of K, so that little waits in registers. Sums of g are sums, never differences of larger ones.
+Keys in bf16 stay exact. Tensor cores round towards zero after every few products: exp(P_n) S0 stays out of them, and
+what blocks of K give is added outside.
 
 With a g per key channel (kda) exp(D_ij) belongs to every product of channels, and A costs more than it saves
 (docs/log.md): there a tile is walked through the records, by the recurrence itself.
@@ -66,20 +67,27 @@ def gather(
 ):  # fmt: skip
     """What every tile of a head needs of a chunk: X [CHUNK, CHUNK], exp(P) / |k|, exp(D) / |k| and P_n.
 
-    Keys are taken BK channels at a time. Mamba-2: no X, exp(D) w instead.
+    X is there where the ring has `back`, else it comes from keys, BK channels at a time. Mamba-2: no X, exp(D) w
+    instead.
     """
     _, norm, b_g, b_d, b_w = load_chunk(ring, slot, first, count, i_h, 0, H, G, K, R, BK, DELTA)
     outward = tl.exp(tl.cumsum(b_d, 0, reverse=True))
     if DELTA:
         o_p = tl.arange(0, CHUNK)
         before = o_p[:, None] < o_p
-        b_x = tl.zeros([CHUNK, CHUNK], tl.float32)  # A^T
-        for n in range((K + BK - 1) // BK):
-            b_k = load_chunk(ring, slot, first, count, i_h, n * BK, H, G, K, R, BK, DELTA)[0]
-            PARTS: tl.constexpr = parts_of(b_k.dtype)
-            b_x += add_product(tl.zeros([CHUNK, CHUNK], tl.float32), b_k, tl.trans(b_k), PARTS, PARTS)
-        b_x *= norm[:, None] * (norm * b_w) * tl.exp(tl.cumsum(tl.where(before, b_g, 0.0), 1))
-        b_x = inverse(tl.where(before, b_x, 0.0)) * b_w[:, None]
+        if ring.back is not None:
+            place = (first + o_p) % R
+            p_back = ring.back.data + slot * ring.back.slot + i_h * (R * R) + place * R + place[:, None]
+            b_x = tl.load(p_back, mask=before & (o_p < count), other=0.0)
+            b_x = tl.where(o_p[:, None] == o_p, 1.0, b_x) * b_w
+        else:
+            b_x = tl.zeros([CHUNK, CHUNK], tl.float32)  # A^T
+            for n in range((K + BK - 1) // BK):
+                b_k = load_chunk(ring, slot, first, count, i_h, n * BK, H, G, K, R, BK, DELTA)[0]
+                PARTS: tl.constexpr = parts_of(b_k.dtype)
+                b_x += add_product(tl.zeros([CHUNK, CHUNK], tl.float32), b_k, tl.trans(b_k), PARTS, PARTS)
+            b_x *= norm[:, None] * (norm * b_w) * tl.exp(tl.cumsum(tl.where(before, b_g, 0.0), 1))
+            b_x = inverse(tl.where(before, b_x, 0.0)) * b_w[:, None]
         return b_x, tl.exp(tl.cumsum(b_g, 0)) * norm, outward * norm, tl.sum(b_g, 0)
     else:
         return 0.0, 1.0, outward * b_w, tl.sum(b_g, 0)

@@ -275,7 +275,7 @@ def decode_kind(codes, blocks, rows, BV: tl.constexpr, BK: tl.constexpr, KIND: t
 
 @triton.jit
 def fetch_read(
-    planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr
+    planes, slot, i_h, o_v, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, from_k=0
 ):  # fmt: skip
     """Rows o_v of a head that tokens read, as stored: codes, scales of blocks, scales of rows; 1 where there are none.
 
@@ -284,7 +284,7 @@ def fetch_read(
     | slot   | one         | int64     | in  |                                                  |
     | o_v    | [BV]        | int32     | in  | rows of V, those from V on are 0                 |
     """
-    return fetch_kind(planes, slot, i_h, o_v, V, K, BK, read_kind(FORMAT), 0, True)
+    return fetch_kind(planes, slot, i_h, o_v, V, K, BK, read_kind(FORMAT), 0, True, from_k)
 
 
 @triton.jit

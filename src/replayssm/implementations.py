@@ -53,9 +53,8 @@ class Implementation(Protocol):
     def on_device(self) -> bool:
         """Steps are tables on the device; counts out of range are clamped there, not refused."""
 
-    @property
-    def needs_back(self) -> bool:
-        """Carries and folds by products, with the ring's `back`."""
+    def needs_back(self, recurrence: Recurrence, max_tokens: int) -> bool:
+        """Carries and folds a delta rule by products, with the ring's `back`."""
 
     def begin(
         self,
@@ -114,7 +113,9 @@ class Hosted(NamedTuple):
     read: Callable[..., Tensor]
     fold: Callable[..., Tensor]
     on_device: bool = False
-    needs_back: bool = True
+
+    def needs_back(self, recurrence: Recurrence, max_tokens: int) -> bool:
+        return True
 
     def begin(
         self,

@@ -31,6 +31,7 @@ from replayssm.arithmetic_kernel import INTERPRETED, add_product, parts_of, sigm
 from replayssm.fold_kernel import CHUNK, ask, fold_in, fold_tile, gather, load_chunk, load_values, values
 from replayssm.formats_kernel import (
     decode_read,
+    divides,
     fetch_read,
     in_bf16,
     load_update,
@@ -61,13 +62,14 @@ class Pool(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """The pools of ring.Records but `back`, which kernels do without, and the convolution's."""
+    """The pools of ring.Records and the convolution's; None where they hold nothing."""
 
     k: Pool
     v: Pool
     g: Pool
     w: Pool
     norm: Pool
+    back: Pool | None
     conv: Pool | None
 
 
@@ -178,15 +180,23 @@ def keep(
 
 
 @triton.jit
-def append(
-    ring, weights, slot, end, i, place, i_g, o_k, o_c, b_k, b_xk, b_v, b_xv, m_k, m_c, K_FIRST: tl.constexpr,
-    V_FIRST: tl.constexpr, C: tl.constexpr, L: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+def append_key(
+    ring, weights, slot, end, place, i_g, o_k, b_k, b_x, m_k, FIRST: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Key of a group and value channels o_c of token i into the ring, and the raw inputs they came from."""
-    keep(ring.conv, weights, slot, end, i, i_g * K + o_k, b_xk, m_k, K_FIRST, C, L)
-    keep(ring.conv, weights, slot, end, i, o_c, b_xv, m_c, V_FIRST, C, L)
+    """Key of a group into the ring, and the raw inputs it came from, channels FIRST on, into the convolution's."""
+    keep(ring.conv, weights, slot, end, 0, i_g * K + o_k, b_x, m_k, FIRST, C, L)
     p_k = ring.k.data + slot * ring.k.slot + (i_g * R + place) * K + o_k
     tl.store(p_k, b_k.to(ring.k.data.dtype.element_ty), mask=m_k)
+
+
+@triton.jit
+def append_value(
+    ring, weights, slot, end, place, o_c, b_v, b_x, m_c, FIRST: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
+    V: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """The same of value channels o_c."""
+    keep(ring.conv, weights, slot, end, 0, o_c, b_x, m_c, FIRST, C, L)
     p_v = ring.v.data + slot * ring.v.slot + (o_c // V * R + place) * V + o_c % V
     tl.store(p_v, b_v.to(ring.v.data.dtype.element_ty), mask=m_c)
 
@@ -359,30 +369,25 @@ def prepare_kernel(
                 i_g, i_j = i_u // units, i_u % units
                 i_h = i_g * J + i_j * BJ
                 count = tl.minimum(BJ, J - i_j * BJ) * V
-                if T > 1:
-                    CARRY(
-                        inputs, ring, weights, table, parent, kin, q, t, c, i_b, i_g, i_j, i_h * V, count, B,
-                        T, H, G, V, K, R, L, W, PT, BP, BT, BK, BJ, BC, CHANNEL, GATES,
-                    )  # fmt: skip
-                else:
-                    CARRY(
-                        inputs, ring, weights, table, t, c, ends, i_b, i_g, i_j, i_h * V, count, B,
-                        H, G, V, K, R, L, W, PT, BP, BK, BJ, BC, CHANNEL, GATES,
-                    )  # fmt: skip
+                CARRY(
+                    inputs, ring, weights, table, parent, kin, q, t, c, ends, i_b, i_g, i_j, i_h * V, count, B,
+                    T, H, G, V, K, R, L, W, PT, BP, BT, BK, BJ, BC, CHANNEL, GATES,
+                )  # fmt: skip
                 publish(ready, table, i_b, i_h, B)
             i += tl.num_programs(0) - flushers
 
 
 @triton.jit
 def read_tile(
-    codes, blocks, rows, ring, slot, number, table, ready, t, c, ends, y, skip, gate, i_b, i_h, i_v, B,
+    planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, ends, y, skip, gate, i_b, i_h, i_v, B,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     P: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
-    FORMAT: tl.constexpr,
+    FORMAT: tl.constexpr, BB: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y = (c_0 S0 t + sum_j c_j v_j + D v) silu(z) for row i_b, head i_h, part i_v of V.
 
-    S0 [BV, BK] comes as stored (fetch_read) and is decoded when the carry is there: few registers wait.
+    S0 [BV, BK] comes as stored (fetch_read) and is decoded when the carry is there: few registers wait. Or (BB < BK, no
+    scales) it is fetched here, BB columns at a time, STAGES such blocks on their way at most.
 
     | Name          | Shape          | Dtype  | Dir | Meaning                                       |
     | ring          | Ring           |        | in  | records                                       |
@@ -396,7 +401,7 @@ def read_tile(
     """
     EXACT: tl.constexpr = V % BV == 0
     first, before, row = tl.load(table + B + i_b), tl.load(table + 2 * B + i_b), i_b.to(tl.int64)
-    o_p, o_k, o_x = tl.arange(0, BP), tl.arange(0, BK), tl.arange(0, BV)
+    o_p, o_x = tl.arange(0, BP), tl.arange(0, BV)
     o_v = i_v * BV + o_x
     m_v = None if EXACT else o_v < V
     m_p = (o_p < before)[:, None] if EXACT else (o_p < before)[:, None] & (o_v < V)
@@ -412,11 +417,16 @@ def read_tile(
     p_t = t + (row * N + i_h // (H // N)) * (K * (P if in_bf16(FORMAT) else 1))
     if in_bf16(FORMAT):
         o_n = tl.arange(0, BN)
-        m_t = o_n < P if K == BK else (o_n < P) & (o_k < K)[:, None]
-        b_t = tl.load(p_t + o_k[:, None] * P + o_n, mask=m_t, other=0.0)
-        b_y = add_product(tl.zeros([BV, BN], tl.float32), codes, b_t, 1, 1) * decay
-        b_y = tl.sum(add_product(b_y, tl.trans(b_v), b_c, parts_of(b_v.dtype), 1), 1)
+        b_y = tl.zeros([BV, BN], tl.float32)
+        for n in tl.range((K + BB - 1) // BB, num_stages=STAGES):
+            o_k = n * BB + tl.arange(0, BB)
+            m_t = o_n < P if divides(BB, K) else (o_n < P) & (o_k < K)[:, None]
+            b_s = codes if BB == BK else fetch_read(planes, slot, i_h, o_v, V, K, BB, FORMAT, n * BB)[0]
+            b_t = tl.load(p_t + o_k[:, None] * P + o_n, mask=m_t, other=0.0)
+            b_y = add_product(b_y, b_s, b_t, 1, 1)
+        b_y = tl.sum(add_product(b_y * decay, tl.trans(b_v), b_c, parts_of(b_v.dtype), 1), 1)
     else:
+        o_k = tl.arange(0, BK)
         b_t = load_part(p_t + o_k, None if K == BK else o_k < K)
         tile, scale = decode_read(codes, blocks, rows, BV, BK, FORMAT)
         b_y = summed(tile, scale, b_t, read_kind(FORMAT)) * decay
@@ -448,10 +458,10 @@ def load_part(p, mask):
 
 @triton.jit
 def read_tokens(
-    codes, blocks, rows, ring, slot, number, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B,
+    planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
-    BK: tl.constexpr, BJ: tl.constexpr, FORMAT: tl.constexpr,
+    BK: tl.constexpr, BJ: tl.constexpr, FORMAT: tl.constexpr, BB: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """read_tile of several tokens at once, by products on tensor cores.
 
@@ -459,9 +469,9 @@ def read_tokens(
     """
     KIND: tl.constexpr = read_kind(FORMAT)
     PARTS: tl.constexpr = read_parts(FORMAT)
-    _, first, before, length, _, row = load_row(table, i_b, B)
-    o_r, o_t, o_k, o_v = tl.arange(0, BR), tl.arange(0, BT), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    m_r, m_t, m_v, m_k = o_r < before + length, o_t < length, (o_v < V)[:, None], (o_k < K)[:, None]
+    _slot, first, before, length, _end, row = load_row(table, i_b, B)
+    o_r, o_t, o_v = tl.arange(0, BR), tl.arange(0, BT), i_v * BV + tl.arange(0, BV)
+    m_r, m_t, m_v = o_r < before + length, o_t < length, (o_v < V)[:, None]
     if ready is not None:
         await_number(ready, slot, number, i_h // (H // G) * (H // G) + i_h % (H // G) // BJ * BJ)
     p_v = ring.v.data + slot * ring.v.slot + i_h * R * V + o_v[:, None]
@@ -469,17 +479,23 @@ def read_tokens(
     p_c = c + (row * H + i_h) * (T * (1 + R)) + o_t * (1 + R)
     b_c = tl.load(p_c + 1 + o_r[:, None], mask=m_r[:, None] & m_t, other=0.0)
     # (1) y = c_0 S0 t + c . v; scales of rows multiply sums, those of blocks do not
-    if in_bf16(FORMAT):
-        b_s, scale = codes, 1.0
-    else:
-        b_s, scale = decode_read(codes, blocks, rows, BV, BK, FORMAT)
-        if KIND == "fp4" or KIND == "mxfp4":
-            b_s, scale = scaled(b_s, scale, KIND), 1.0
-    p_t = t + (row * N + i_h // (H // N)) * (PT * T * K) + o_t * K + o_k[:, None]
+    scale = 1.0
+    if BB == BK:
+        if in_bf16(FORMAT):
+            whole = codes
+        else:
+            whole, scale = decode_read(codes, blocks, rows, BV, BK, FORMAT)
+            if KIND == "fp4" or KIND == "mxfp4":
+                whole, scale = scaled(whole, scale, KIND), 1.0
+    p_t = t + (row * N + i_h // (H // N)) * (PT * T * K) + o_t * K
     b_y = tl.zeros([BV, BT], tl.float32)
-    for i in tl.static_range(PT):
-        b_t = tl.load(p_t + i * T * K, mask=m_k & m_t, other=0.0)
-        b_y = add_product(b_y, b_s, b_t, min(PARTS, P - i), 1)
+    for n in tl.range((K + BB - 1) // BB, num_stages=STAGES):
+        o_k = n * BB + tl.arange(0, BB)[:, None]
+        m_x = m_t if divides(BB, K) else m_t & (o_k < K)
+        b_s = whole if BB == BK else fetch_read(planes, slot, i_h, o_v, V, K, BB, FORMAT, n * BB)[0]
+        for i in tl.static_range(PT):
+            b_t = tl.load(p_t + i * T * K + o_k, mask=m_x, other=0.0)
+            b_y = add_product(b_y, b_s, b_t, min(PARTS, P - i), 1)
     b_y *= (scale * tl.full([BV], 1.0, tl.float32))[:, None] * tl.load(p_c, mask=m_t, other=0.0)
     b_y = add_product(b_y, b_v, b_c, min(parts_of(b_v.dtype), P), P)
     # (2) skip and output gate
@@ -526,13 +542,13 @@ def flush_rows(
             o_v, b_w = from_v + tl.arange(0, BV), 0.0
             if DELTA:
                 b_w = tl.zeros([BV, CHUNK], tl.float32)
-                for n in range((K + BB - 1) // BB):
+                for n in tl.range((K + BB - 1) // BB, num_stages=3):
                     b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BB, FORMAT, n * BB)
                     chunk = load_chunk(ring, slot, first, folds, i_h, n * BB, H, G, K, R, BB, DELTA)
                     b_w = ask(b_w, b_s, chunk, update_parts(FORMAT))
             b_u = values(load_values(ring, slot, first, folds, i_h, o_v, V, R, BV), b_w, gathered, DELTA)
             WIDE: tl.constexpr = BK if needs_whole_rows(FORMAT) else BB
-            for n in range((K + WIDE - 1) // WIDE):
+            for n in tl.range((K + WIDE - 1) // WIDE, num_stages=3):
                 b_s = load_update(planes, slot, i_h, o_v, V, K, BV, WIDE, FORMAT, n * WIDE)
                 chunk = load_chunk(ring, slot, first, folds, i_h, n * WIDE, H, G, K, R, WIDE, DELTA)
                 b_s = fold_in(b_s, b_u, chunk, gathered)
@@ -557,7 +573,7 @@ def read_kernel(
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
     BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BESIDE: tl.constexpr, FORMAT: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, BB: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """read_tile or read_tokens for every tile, head and row: grid (V / BV, H, B).
 
@@ -583,13 +599,13 @@ def read_kernel(
         codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
         if T > 1:
             read_tokens(
-                codes, blocks, rows, ring, slot, number, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G,
-                N, V, K, R, P, PT, BR, BT, BV, BK, BJ, FORMAT,
+                planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B,
+                T, H, G, N, V, K, R, P, PT, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
             )  # fmt: skip
         else:
             read_tile(
-                codes, blocks, rows, ring, slot, number, table, ready, t, c, ends, y, skip, gate, i_b, i_h, i_v, B, H,
-                G, N, V, K, R, PT, BP, BT, BV, BK, BJ, FORMAT,
+                planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, ends, y, skip, gate, i_b, i_h, i_v,
+                B, H, G, N, V, K, R, PT, BP, BT, BV, BK, BJ, FORMAT, BB, STAGES,
             )  # fmt: skip
     if PDL:
         if (i_b == B - 1) & (i_h == H - 1) & (i_v == tl.num_programs(0) - 1):
@@ -628,26 +644,20 @@ def decode_kernel(
                 tl.debug_barrier()  # for other threads of this program
         codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
         from_c, count = i_h * V + i_v * BV, tl.minimum(BV, V - i_v * BV)
-        if T > 1:
-            CARRY(
-                inputs, ring, weights, table, parent, kin, q, t, c, i_b, i_h // J, i_h % J, from_c, count, B,
-                T, H, G, V, K, R, L, W, PT, BP, BT, BK, 1, BV, CHANNEL, GATES,
-            )  # fmt: skip
-        else:
-            CARRY(
-                inputs, ring, weights, table, t, c, ends, i_b, i_h // J, i_h % J, from_c, count, B,
-                H, G, V, K, R, L, W, PT, BP, BK, 1, BV, CHANNEL, GATES,
-            )  # fmt: skip
+        CARRY(
+            inputs, ring, weights, table, parent, kin, q, t, c, ends, i_b, i_h // J, i_h % J, from_c, count, B,
+            T, H, G, V, K, R, L, W, PT, BP, BT, BK, 1, BV, CHANNEL, GATES,
+        )  # fmt: skip
         tl.debug_barrier()  # t, c and v are in memory, for other threads of this program
         if T > 1:
             read_tokens(
-                codes, blocks, rows, ring, slot, 0, table, None, t, c, y, skip, gate, i_b, i_h, i_v, B, T, H, G, N, V,
-                K, R, P, PT, BR, BT, BV, BK, 1, FORMAT,
+                planes, codes, blocks, rows, ring, slot, 0, table, None, t, c, y, skip, gate, i_b, i_h, i_v, B,
+                T, H, G, N, V, K, R, P, PT, BR, BT, BV, BK, 1, FORMAT, BK, 1,
             )  # fmt: skip
         else:
             read_tile(
-                codes, blocks, rows, ring, slot, 0, table, None, t, c, ends, y, skip, gate, i_b, i_h, i_v, B, H, G, N,
-                V, K, R, PT, BP, BT, BV, BK, 1, FORMAT,
+                planes, codes, blocks, rows, ring, slot, 0, table, None, t, c, ends, y, skip, gate, i_b, i_h, i_v, B,
+                H, G, N, V, K, R, PT, BP, BT, BV, BK, 1, FORMAT, BK, 1,
             )  # fmt: skip
 
 
@@ -723,9 +733,11 @@ class Launch(NamedTuple):
     Attributes:
         together: carry, flush and read are one launch.
         read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
+        read_k, read_stages: columns of K that it takes at a time, and how many such blocks are on their way at most.
+            All at once, they are fetched before the carry is awaited.
         prepare_warps: warps of a program that carries or flushes.
-        registers: the most registers of its threads, or of the one launch, where the assembler would take fewer and
-            spill (NVIDIA).
+        registers: the most registers of its threads, or of the one launch (NVIDIA): fewer programs at a time than fit
+            would run, or the assembler would take fewer and spill. None: as it likes.
         carry_heads, carry_programs: heads of a key group that are carried at a time; so many programs go through rows.
         flush_v, flush_programs: rows of V of one part of a flush, 16 or more; so many programs go through all parts.
         fold_k: columns of K that are folded at a time, for FOLD_V rows of V.
@@ -734,6 +746,8 @@ class Launch(NamedTuple):
     together: bool
     read_v: int
     read_warps: int
+    read_k: int
+    read_stages: int
     prepare_warps: int
     registers: int | None
     carry_heads: int
@@ -744,60 +758,64 @@ class Launch(NamedTuple):
 
 
 def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) -> Launch:
-    """Launch choices, found on an NVIDIA H200 (docs/log.md, 2026-11-30).
+    """Launch choices, found on an NVIDIA H200 (docs/log.md, 2026-11-30). KDA's of several tokens were not measured.
 
-    Those of several tokens of the delta rule come from machine code (registers, bytes, barriers, instructions), not
-    from a GPU.
     What decides the order of a sum is one choice for every number of rows, so a row's result does not depend on how
     many there are, but for one launch against two.
     """
     H, G, V, K = geometry
     most, scaled, heads = triton.next_power_of_2(V), needs_whole_rows(format), triton.next_power_of_2(H // G)
     together, stored = in_one_launch(rows, H), formats.get(format)
-    bits = stored.reads.bits
+    bits, halves = stored.reads.bits, in_bf16(format)
+    read_k, read_stages = columns(K), 1
     if together:
         # in more than one warp, every sum of a carry goes through shared memory and a barrier
         if scaled:
             read_v, read_warps = 32, 8 if stored.copy else 4
+        elif tokens > 1:
+            read_v, read_warps = 16, 2
         else:
-            read_v, read_warps = (32, 4) if in_bf16(format) and not recurrence.delta else (16, 1)
-    elif format == "fp16":
-        read_v, read_warps = 16 if recurrence.channel_gate else 32, 2
+            read_v, read_warps = (32, 4) if halves and not recurrence.delta else (16, 1)
     elif bits <= 8:  # instructions decide: with many rows to a warp, addresses and sums are worked out seldom
         read_v, read_warps = 64 if bits == 4 and V % 64 == 0 else 32, 1
-    elif in_bf16(format):
-        read_v, read_warps = 32 if V % 32 == 0 else 16, 1
+        if tokens > 1:
+            read_v, read_warps = (64, 4) if V % 64 == 0 else (32, 2)
+    elif tokens > 1:
+        read_v, read_warps = (64, 2) if halves and V % 64 == 0 else (32, 1)
+        read_k, read_stages = 32, 3
+    elif halves:
+        # a product's order of sums does not depend on blocks
+        read_v, read_warps = 32, 1
+        if rows >= 128:
+            read_k, read_stages = 64, 2
+    elif format == "fp16":
+        read_v, read_warps = 16 if recurrence.channel_gate else 32, 2
     else:
         read_v, read_warps = 16, 1
-    prepare_warps = 1
+    prepare_warps, registers = 1, None
     if scaled:
         prepare_warps = 4 if stored.copy and recurrence.channel_gate else 2
-    registers = 255 if together else None
+    elif tokens > 8 or (tokens > 1 and recurrence.channel_gate):
+        prepare_warps = 2
+    elif tokens > 1 or recurrence.channel_gate:  # a few spill, and more programs run
+        registers = 128 if recurrence.channel_gate or not recurrence.delta else 168
     if recurrence.delta:
         carry_heads = 1 if stored.copy and scaled else 2
     else:
-        carry_heads = 8 if V <= 64 else 4
-    one = Launch(
+        carry_heads = 8 if V <= 64 and rows >= 128 else 4
+    return Launch(
         together=together,
         read_v=min(most, read_v),
         read_warps=read_warps,
+        read_k=min(columns(K), read_k),
+        read_stages=read_stages,
         prepare_warps=prepare_warps,
-        registers=registers,
+        registers=255 if together else registers,
         carry_heads=min(carry_heads, heads),
-        carry_programs=8,
+        carry_programs=24,
         flush_v=16 if rows <= 64 or recurrence.channel_gate else V if V < 128 else 64,
         flush_programs=8,
-        fold_k=min(columns(K), 32 if recurrence.delta or (format == "fp32" and tokens == 1) else 64),
-    )
-    if tokens == 1:
-        return one
-    wide = 64 if V % 64 == 0 else 32
-    return one._replace(
-        read_v=min(most, 16 if one.together else wide),
-        read_warps=2 if one.together else wide // 16,
-        prepare_warps=max(2, one.prepare_warps),
-        carry_heads=min(2 if recurrence.delta else 4, heads),
-        carry_programs=4 if recurrence.delta else 8,
+        fold_k=min(columns(K), 32 if recurrence.delta or format == "fp32" or tokens > 1 else 64),
     )
 
 
@@ -814,8 +832,7 @@ def processors(device: torch.device) -> int:
 
 def pools(layer: LayerState) -> Ring:
     """A layer's pools as kernels take them."""
-    k, v, g, w, norm, _ = (Pool(pool, pool.stride(0)) for pool in layer.ring)
-    return Ring(k, v, g, w, norm, Pool(layer.conv, layer.conv.stride(0)) if layer.conv.numel() else None)
+    return Ring(*(Pool(pool, pool.stride(0)) if pool.numel() else None for pool in (*layer.ring, layer.conv)))
 
 
 def planes(tensors: tuple[Tensor, ...]) -> tuple[Pool, ...]:
@@ -876,8 +893,10 @@ def decode(
     N = H if recurrence.delta else G
     tile = tiles(recurrence, window, T, y.dtype)
     q = ends = None
+    products = layer.ring.back.numel() > 0
+    if T > 1 or products:
+        q = torch.empty(B, G, T, K, dtype=layer.ring.k.dtype, device=device)
     if T > 1:
-        q = torch.empty(B, G, T, K, dtype=y.dtype, device=device)
         t = torch.empty(B, N, tile["PT"], T, K, dtype=torch.bfloat16, device=device)
         c = torch.empty(B, H, T, 1 + R, dtype=torch.float32, device=device)
     else:
@@ -897,7 +916,7 @@ def decode(
     sizes = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": columns(K)}
     carrying = sizes | tile | {
         "T": T, "L": layer.conv.shape[1], "W": 1 if weights.conv_weight is None else weights.conv_weight.shape[1],
-        "CHANNEL": recurrence.channel_gate, "CARRY": module.carry if T == 1 else module.carry_tokens,
+        "CHANNEL": recurrence.channel_gate, "CARRY": module.carry_tokens if T > 1 or products else module.carry,
         "GATES": module.gates,
     }  # fmt: skip
     reading = sizes | tile | {
@@ -912,7 +931,8 @@ def decode(
     outputs = (y, None if skip is None else Field(skip, *skip.stride()), None if gate is None else field(gate))
     grid = (triton.cdiv(V, chosen.read_v), H, B)
     PDL = dependent_launches(device)
-    early, limited = ({"launch_pdl": True}, {"maxnreg": chosen.registers}) if PDL else ({}, {})
+    early = {"launch_pdl": True} if PDL else {}
+    limited = {"maxnreg": chosen.registers} if PDL and chosen.registers else {}
     if chosen.together:
         decode_kernel[grid](
             checkpoint, layer.key, inputs, ring, weights, table, step.parent, step.kin, q, t, c, ends, *outputs,
@@ -932,6 +952,7 @@ def decode(
     read_kernel[grid](
         checkpoint, ring, table, ready, t, c, ends, *outputs, chosen.flush_v, **reading, PDL=PDL, FORMAT=format,
         BV=chosen.read_v, BJ=chosen.carry_heads, BESIDE=beside, num_warps=chosen.read_warps,
+        BB=chosen.read_k, STAGES=chosen.read_stages,
         **early,
     )  # fmt: skip
     return y

@@ -147,6 +147,11 @@ class Layer(NamedTuple):
         gates = H * known.gate_dim(self.geometry) + H + (G if known.delta else 0)
         return ACTIVATION * (G * K + H * V) + 4 * gates
 
+    def back(self, tokens: int) -> int:
+        """Bytes of one number of every head's `back`, which kernels keep where steps bring several tokens; or 0."""
+        known = recurrences.get(self.recurrence)
+        return 4 * self.geometry.H if tokens > 1 and known.delta and not known.channel_gate else 0
+
 
 class Moved(NamedTuple):
     """Bytes that one row moves in one step of one layer, flushes spread over the steps.
@@ -213,12 +218,12 @@ def replayed_bytes(layer: Layer, format: str, window: int, tokens: int = 1, acce
     (stored, read), C = element_bytes(format, K), layer.channels
     folded = max(window - tokens + (accepted + 1) / 2, accepted)
     due = accepted / folded
-    seen = max(window - tokens, 0) / 2 + tokens
+    seen, back = max(window - tokens, 0) / 2 + tokens, layer.back(tokens)
     return Moved(
         checkpoint=layer.elements * read,
-        ring_read=seen * layer.record,
-        ring_written=tokens * layer.record,
-        flush_read=due * (layer.elements * (stored - read) + folded * layer.record),
+        ring_read=seen * layer.record + seen**2 / 2 * back,
+        ring_written=tokens * (layer.record + seen * back),
+        flush_read=due * (layer.elements * (stored - read) + folded * layer.record + folded**2 / 2 * back),
         flush_written=due * layer.elements * stored,
         conv_read=(layer.conv_width - 1) * C * ACTIVATION,
         conv_written=tokens * C * ACTIVATION,
@@ -248,10 +253,10 @@ def stock_bytes(layer: Layer, element: int = 4, tokens: int = 1) -> Moved:
 
 def replayed_memory(layer: Layer, format: str, window: int, drafts: int = 0) -> float:
     """Bytes of one request in one layer: as ReplayCache.nbytes without its cursors, which all layers share."""
-    tokens = 1 + drafts
+    tokens, places = 1 + drafts, window + 1 + drafts
     conv = (layer.conv_width - 1 + tokens) * layer.channels * ACTIVATION
     stored, _ = element_bytes(format, layer.geometry.K)
-    return layer.elements * stored + (window + tokens) * layer.record + conv
+    return layer.elements * stored + places * layer.record + places**2 * layer.back(tokens) + conv
 
 
 def stock_memory(

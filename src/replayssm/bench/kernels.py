@@ -59,6 +59,7 @@ SHARE = 0.1
 PUBLIC = {torch.float32: (8e-3, 8e-3), torch.bfloat16: (16e-2, 4e-2)}
 # parents of a tree of up to 8 nodes and its deepest path: two choices at every depth but the last
 TREE, DEEPEST = [-1, 0, 0, 1, 1, 3, 3, 5], [0, 1, 3, 5, 7]
+LAYERS = 12  # of ours at least, which share begin and commit: models have 18 to 45 such layers (catalogue.py)
 DRAWS = 256  # steps whose accepted counts are drawn
 
 
@@ -213,10 +214,10 @@ def layer_weights(cache: ReplayCache, generator: torch.Generator) -> Any:
     return weights._replace(conv_weight=weights.conv_weight.to(cache.dtype).t().contiguous().t(), dt_bias=dt_bias)
 
 
-def stack(case: str, rows: int, width: float) -> int:
-    """Layers that make the L2 cache cold: 400 MB of state that is read, `width` bytes an element, 2 to 48 of them."""
+def stack(case: str, rows: int, width: float, least: int) -> int:
+    """Layers that make the L2 cache cold: 400 MB of state that is read, `width` bytes an element; at most 48."""
     _, (H, _, V, K) = CASES[case]
-    return max(2, min(48, math.ceil(400_000_000 / (rows * H * V * K * width))))
+    return max(least, min(48, math.ceil(400_000_000 / (rows * H * V * K * width))))
 
 
 def measure(
@@ -297,7 +298,7 @@ def timed(
     case: str, rows: int, fmt: str, of: Steps, staggered: bool, tree: Steps | None = None, windows: int = 8
 ) -> tuple[_Ours, list[float]]:
     """Ours, and microseconds per layer of its steps; accepted counts as of `tree`, if given."""
-    layers = stack(case, rows, storage.get(fmt).read_bytes(CASES[case][1].K))
+    layers = stack(case, rows, storage.get(fmt).read_bytes(CASES[case][1].K), LAYERS)
     ours = _Ours(case, rows, fmt, layers, staggered, of)
     if tree:
         ours.draws = tree.counts(rows).cuda()
@@ -310,7 +311,7 @@ def public(
 ) -> list[dict[str, Any]]:
     """Name, launch, us and bytes held per request of every public kernel that runs this case."""
     name, geometry = CASES[case]
-    layers = stack(case, rows, state.itemsize)
+    layers = stack(case, rows, state.itemsize, 2)
     ours = _Ours(case, rows, "fp32", 1, True, of._replace(tree=False))
     accepted = torch.ones(rows, dtype=torch.int32, device="cuda") if of.tokens > 1 else None
     results = []

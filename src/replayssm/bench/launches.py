@@ -23,12 +23,14 @@ from replayssm.bench import append_rows
 from replayssm.bench import kernels as kernels_bench
 from replayssm.bench.kernels import CASES, Steps
 from replayssm.compare import provenance
+from replayssm.formats_kernel import needs_whole_rows
 
 GROUPS: dict[str, list[dict[str, int]]] = {
     "read": [
         {"read_v": v, "read_warps": warps}
         for v, warps in ((16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 1), (64, 2), (64, 4), (128, 4))
-    ],
+    ]
+    + [{"read_k": columns, "read_stages": n} for columns, n in ((32, 3), (64, 2), (64, 3))],
     "flush": [
         {"fold_k": columns, "flush_v": v, "flush_programs": n}
         for columns in (32, 64)
@@ -39,8 +41,9 @@ GROUPS: dict[str, list[dict[str, int]]] = {
         {"carry_heads": heads, "prepare_warps": warps, "carry_programs": n}
         for heads in (1, 2, 4, 8)
         for warps in (1, 2)
-        for n in (4, 8, 12)
-    ],
+        for n in (8, 12, 24)
+    ]
+    + [{"registers": n} for n in (128, 168)],
     "together": [
         {"together": 1, "read_v": v, "read_warps": warps}
         for v in (16, 32, 64)
@@ -73,7 +76,7 @@ def main(
         first, every = map(int, only_compile.split("/"))
         choices = [(cell, change) for cell in cells for name in group for change in ({}, *GROUPS[name])]
         for cell, change in choices[first::every]:
-            if allowed(cell[0], change):
+            if allowed(cell[0], cell[2], change):
                 with changed(change):
                     kernels_bench._Ours(*cell, layers=1, staggered=True, steps=steps).step()
         torch.cuda.synchronize()
@@ -86,7 +89,7 @@ def main(
         least = timed(name, rows, fmt, steps, best)
         table.add_row("as chosen", f"{least:.1f}")
         for change in (change for which in group for change in GROUPS[which]):
-            if time.monotonic() - started > seconds or not allowed(name, change):
+            if time.monotonic() - started > seconds or not allowed(name, fmt, change):
                 continue
             us = timed(name, rows, fmt, steps, best | change)
             row = {
@@ -101,9 +104,11 @@ def main(
         console.print(f"fastest: {best or 'as chosen'}: {least:.1f} us")
 
 
-def allowed(case: str, change: dict[str, int]) -> bool:
-    """Whether a change can be made to this geometry."""
+def allowed(case: str, fmt: str, change: dict[str, int]) -> bool:
+    """Whether a change can be made to this geometry and format: rows of K with a scale are read whole."""
     H, G, V, _ = CASES[case][1]
+    if "read_k" in change and needs_whole_rows(fmt):
+        return False
     most = 1 << (V - 1).bit_length()
     if change.get("read_v", 0) > most or change.get("flush_v", 0) > V:
         return False

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from replayssm.arithmetic_kernel import add_product, parts_of, softplus, store_parts
-from replayssm.kernels import append, append_tokens, channels, keep, load_row, store_query
+from replayssm.kernels import append_key, append_tokens, append_value, channels, keep, load_row, store_query
 
 
 @triton.jit
@@ -29,10 +29,10 @@ def gates(inputs, weights, row, i, i_h, m_h):
 
 @triton.jit
 def carry(
-    inputs, ring, weights, table, t, c, ends, i_b, i_g, i_j, from_c, count, B,
-    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
-    BC: tl.constexpr, CHANNEL: tl.constexpr, GATES: tl.constexpr,
+    inputs, ring, weights, table, parent, kin, q, t, c, ends, i_b, i_g, i_j, from_c, count, B,
+    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BJ: tl.constexpr, BC: tl.constexpr, CHANNEL: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
     """The step's record is appended; t = q, c_0 = exp(P_n) and c_j = w_j exp(D_j) (k_j . q).
 
@@ -78,16 +78,15 @@ def carry(
     tl.store(p_ends + 1, w_n * tl.sum(b_n * b_q, 0), mask=m_j)
     store_query(t, row * G + i_g, o_k, b_q, m_k, K, P)
     keep(ring.conv, weights, slot, end, 0, o_x, b_xq, m_k & m, Q_FIRST, C, L)
-    append(
-        ring, weights, slot, end, 0, own, i_g, o_k, o_c, b_n, b_xk, b_v, b_xv, m_k, m_c, K_FIRST, 0, C, L, V, K, R
-    )  # fmt: skip
+    append_key(ring, weights, slot, end, own, i_g, o_k, b_n, b_xk, m_k, K_FIRST, C, L, K, R)
+    append_value(ring, weights, slot, end, own, o_c, b_v, b_xv, m_c, 0, C, L, V, R)
     tl.store(p_g + own, g_n, mask=m_j)
     tl.store(p_w + own, w_n, mask=m_j)
 
 
 @triton.jit
 def carry_tokens(
-    inputs, ring, weights, table, parent, kin, q, t, c, i_b, i_g, i_j, from_c, count, B,
+    inputs, ring, weights, table, parent, kin, q, t, c, ends, i_b, i_g, i_j, from_c, count, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BJ: tl.constexpr, BC: tl.constexpr, CHANNEL: tl.constexpr, GATES: tl.constexpr,
