@@ -139,7 +139,7 @@ def jobs(
     for fmt in FORMATS + (SCALED if size == SHAPES[name][0] else ()):
         pools = tuple(Pool(POINTERS[plane.dtype], "i32") for plane in formats.get(fmt).planes)
         planes = {"planes": pools, "key": "*i64"}
-        folding = sizes | {"FORMAT": fmt, "DELTA": delta, "CHUNKS": 1}
+        folding = sizes | {"FORMAT": fmt, "DELTA": delta, "CHUNKS": 1, "CN": 16}
         for rows in ROWS:
             chosen = kernels.launch(recurrence, Geometry(*size), fmt, rows, tokens)
             reading = carrying | {

@@ -49,35 +49,51 @@ EVEN = Geometry(H=4, G=1, V=32, K=16)  # tiles need no masks, a key group's head
 
 
 @pytest.mark.parametrize("geometry", [ODD, EVEN], ids=["odd", "even"])
-@pytest.mark.parametrize("format", ["fp32", "split16", "fp8"])
+@pytest.mark.parametrize("format, tokens", [("fp32", 1), ("fp32", 2), ("split16", 2), ("fp8", 2)])
 @pytest.mark.parametrize("name", recurrences.names())
 def test_prepare_and_read_as_launches_of_their_own(
-    name: str, format: str, geometry: Geometry, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+    name: str,
+    format: str,
+    tokens: int,
+    geometry: Geometry,
+    monkeypatch: pytest.MonkeyPatch,
+    generator: torch.Generator,
 ) -> None:
-    """As many rows are served; a step of one token and steps of several, some rows due, one row padding."""
+    """As many rows are served; steps of one token and, in a cache for them, of several; rows due, one row padding."""
     monkeypatch.setattr(kernels, "in_one_launch", lambda rows, heads: False)
     life = Life(
-        make_cache(name, geometry, format=format, implementation="triton", slots=2, window=3, max_tokens=2), generator
+        make_cache(name, geometry, format=format, implementation="triton", slots=2, window=3, max_tokens=tokens),
+        generator,
     )
     for lengths in ([1, 1], [2, 1], [1, 1], [1, 1], [0, 1], [1, 1], [1, 2]):
-        life.run([1, 0], lengths)
+        life.run([1, 0], [min(length, tokens) for length in lengths])
     life.twin.check_states()
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["one launch", "two launches"])
-@pytest.mark.parametrize("window, columns", [(3, 32), (3, 16), (20, 32)], ids=["whole", "in blocks", "two chunks"])
+@pytest.mark.parametrize(
+    "window, columns, tokens",
+    [(3, 32, 2), (3, 16, 2), (3, 16, 1), (20, 32, 2), (20, 32, 1), (36, 16, 2)],
+    ids=["whole", "in blocks", "no drafts", "32 at once", "two chunks of 16", "two chunks of 32"],
+)
 @pytest.mark.parametrize("name", recurrences.names())
 def test_all_ways_to_fold(
-    name: str, window: int, columns: int, together: bool, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+    name: str,
+    window: int,
+    columns: int,
+    tokens: int,
+    together: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    generator: torch.Generator,
 ) -> None:
     """Keys in blocks of columns or whole, one chunk of records and more, in both kinds of launches."""
     chosen = kernels.launch
     monkeypatch.setattr(kernels, "in_one_launch", lambda rows, heads: together)
     monkeypatch.setattr(kernels, "launch", lambda *cell: chosen(*cell)._replace(fold_k=columns, flush_v=32))
     wide = Geometry(H=3, G=1, V=20, K=32)
-    life = Life(make_cache(name, wide, implementation="triton", slots=2, window=window, max_tokens=2), generator)
-    for lengths in ([1, 1], [2, 1], [1, 1], [1, 1], [0, 1], [1, 1], [1, 2]) * (4 if window > 16 else 1):
-        life.run([1, 0], lengths)
+    life = Life(make_cache(name, wide, implementation="triton", slots=2, window=window, max_tokens=tokens), generator)
+    for lengths in ([1, 1], [2, 1], [1, 1], [1, 1], [0, 1], [1, 1], [1, 2]) * (1 + window // 7):
+        life.run([1, 0], [min(length, tokens) for length in lengths])
     life.twin.check_states()
 
 

@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm import formats
 from replayssm.arithmetic_kernel import INTERPRETED, add_product, parts_of, sigmoid, store_parts
-from replayssm.fold_kernel import CHUNK, ask, fold_in, fold_tile, gather, load_chunk, load_values, values
+from replayssm.fold_kernel import ask, chunk_size, fold_in, fold_tile, gather, load_chunk, load_values, values
 from replayssm.formats_kernel import (
     decode_read,
     divides,
@@ -313,7 +313,7 @@ def prepare_kernel(
     L: tl.constexpr, W: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BJ: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr, CHANNEL: tl.constexpr,
     DELTA: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, CHUNKS: tl.constexpr,
-    PDL: tl.constexpr,
+    CN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All that a read awaits: the first flushers programs flush, the others carry; each goes through its share.
 
@@ -353,7 +353,7 @@ def prepare_kernel(
                 i_h, i_v = i // parts % H, i % parts
                 flush_rows(
                     planes, key, ring, table, i_b, i_h, i_v * part, tl.minimum((i_v + 1) * part, V), B,
-                    H, G, V, K, R, CHANNEL, BF, BK, BB, DELTA, FORMAT, CHUNKS,
+                    H, G, V, K, R, CHANNEL, BF, BK, BB, DELTA, FORMAT, CHUNKS, CN,
                 )  # fmt: skip
                 publish(ready, table, i_b, H + i_h * parts + i_v, B)
                 i += flushers
@@ -526,31 +526,31 @@ def flush_rows(
     planes, key, ring, table, i_b, i_h, from_v, behind_v, B,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
     BV: tl.constexpr, BK: tl.constexpr, BB: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr, CN: tl.constexpr,
 ):  # fmt: skip
     """Fold the records in front of row i_b's ring_start into rows from_v to behind_v of head i_h, in place.
 
-    Tiles of BV rows, in blocks of BB columns; rows with a scale are written whole. There are CHUNKS chunks of records
-    at most. With one, gdn reads a tile twice, to ask it and to fold into it, and keeps little in registers.
+    Tiles of BV rows, in blocks of BB columns; rows with a scale are written whole. There are CHUNKS chunks of CN
+    records at most. With one, gdn reads a tile twice, to ask it and to fold into it, and keeps little in registers.
     """
     slot, first, _, _, _, _ = load_row(table, i_b, B)
     folds, flush = tl.load(table + 4 * B + i_b), tl.load(table + 8 * B + i_b)
     first = (first + R - folds) % R
     if CHUNKS == 1 and not CHANNEL:
-        gathered = gather(ring, slot, first, folds, i_h, H, G, K, R, BB, DELTA)
+        gathered = gather(ring, slot, first, folds, i_h, H, G, K, R, BB, DELTA, CN)
         while from_v < behind_v:
             o_v, b_w = from_v + tl.arange(0, BV), 0.0
             if DELTA:
-                b_w = tl.zeros([BV, CHUNK], tl.float32)
+                b_w = tl.zeros([BV, CN], tl.float32)
                 for n in tl.range((K + BB - 1) // BB, num_stages=3):
                     b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BB, FORMAT, n * BB)
-                    chunk = load_chunk(ring, slot, first, folds, i_h, n * BB, H, G, K, R, BB, DELTA)
+                    chunk = load_chunk(ring, slot, first, folds, i_h, n * BB, H, G, K, R, BB, DELTA, CN)
                     b_w = ask(b_w, b_s, chunk, update_parts(FORMAT))
-            b_u = values(load_values(ring, slot, first, folds, i_h, o_v, V, R, BV), b_w, gathered, DELTA)
+            b_u = values(load_values(ring, slot, first, folds, i_h, o_v, V, R, BV, CN), b_w, gathered, DELTA)
             WIDE: tl.constexpr = BK if needs_whole_rows(FORMAT) else BB
             for n in tl.range((K + WIDE - 1) // WIDE, num_stages=3):
                 b_s = load_update(planes, slot, i_h, o_v, V, K, BV, WIDE, FORMAT, n * WIDE)
-                chunk = load_chunk(ring, slot, first, folds, i_h, n * WIDE, H, G, K, R, WIDE, DELTA)
+                chunk = load_chunk(ring, slot, first, folds, i_h, n * WIDE, H, G, K, R, WIDE, DELTA, CN)
                 b_s = fold_in(b_s, b_u, chunk, gathered)
                 if needs_whole_rows(FORMAT):
                     tl.debug_barrier()  # all threads have loaded what is written over
@@ -619,7 +619,7 @@ def decode_kernel(
     R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr,
     BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, BB: tl.constexpr,
     CHANNEL: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr,
-    CHUNKS: tl.constexpr, PDL: tl.constexpr,
+    CHUNKS: tl.constexpr, CN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Carry, flush and read in one launch, for small batches: grid (V / BV, H, B), arguments as in both.
 
@@ -639,7 +639,7 @@ def decode_kernel(
             if folds > 0:
                 flush_rows(
                     planes, key, ring, table, i_b, i_h, i_v * BV, tl.minimum((i_v + 1) * BV, V), B,
-                    H, G, V, K, R, CHANNEL, BF, BK, BB, DELTA, FORMAT, CHUNKS,
+                    H, G, V, K, R, CHANNEL, BF, BK, BB, DELTA, FORMAT, CHUNKS, CN,
                 )  # fmt: skip
                 tl.debug_barrier()  # for other threads of this program
         codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
@@ -832,7 +832,8 @@ def processors(device: torch.device) -> int:
 
 def pools(layer: LayerState) -> Ring:
     """A layer's pools as kernels take them."""
-    return Ring(*(Pool(pool, pool.stride(0)) if pool.numel() else None for pool in (*layer.ring, layer.conv)))
+    found = (Pool(pool, pool.stride(0)) if pool.numel() else None for pool in (*layer.ring, layer.conv))
+    return Ring(*found)  # type: ignore[arg-type]
 
 
 def planes(tensors: tuple[Tensor, ...]) -> tuple[Pool, ...]:
@@ -922,9 +923,10 @@ def decode(
     reading = sizes | tile | {
         "T": T, "N": N, "P": exactness(y.dtype), "BR": max(16, triton.next_power_of_2(window + T)),
     }  # fmt: skip
+    CN = chunk_size(window, recurrence.delta and not products)
     flushing = sizes | {
         "CHANNEL": recurrence.channel_gate, "DELTA": recurrence.delta, "FORMAT": format,
-        "CHUNKS": triton.cdiv(window, CHUNK.value) if beside else 0, "BF": FOLD_V, "BB": chosen.fold_k,
+        "CHUNKS": triton.cdiv(window, CN) if beside else 0, "CN": CN, "BF": FOLD_V, "BB": chosen.fold_k,
     }  # fmt: skip
     if skip is not None:
         skip = (skip[:, None] if skip.ndim == 1 else skip).expand(H, V)

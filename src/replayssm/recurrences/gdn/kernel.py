@@ -208,7 +208,7 @@ def carry_tokens(
     for h in tl.static_range(BJ):
         if i_j * BJ + h < J:
             i_h = i_g * J + i_j * BJ + h
-            b_g, b_d, b_w, b_back = heads[h]
+            b_g, b_d, b_w, b_back = heads[h]  # type: ignore[var-annotated]
             # (3) gates, and their sums on the way to every token: from the checkpoint on, from other tokens on
             own_g, own_w = GATES(inputs, weights, row, i_n, i_h, None, None, K)
             own_g = tl.where(m_n, own_g, 0.0)
