@@ -248,11 +248,12 @@ def test_launch_choices_fit_their_geometry() -> None:
 
     for changes in GROUPS.values():
         assert all(field in Launch._fields for change in changes for field in change)
-    assert allowed("qwen3.5-4b", {"read_v": 128, "read_warps": 4})
-    assert not allowed("mamba2-h64", {"read_v": 128, "read_warps": 4})  # V is 64
-    assert allowed("nano-4b", {"read_v": 128, "read_warps": 4})  # V is 80: one tile of 128
-    assert allowed("mamba2-h64", {"carry_heads": 8}) and not allowed("kimi-linear", {"carry_heads": 2})
-    assert all(any(allowed(case, change) for change in changes) for case in CASES for changes in GROUPS.values())
+    assert allowed("qwen3.5-4b", "fp32", {"read_v": 128, "read_warps": 4})
+    assert not allowed("mamba2-h64", "fp32", {"read_v": 128, "read_warps": 4})  # V is 64
+    assert allowed("nano-4b", "fp32", {"read_v": 128, "read_warps": 4})  # V is 80: one tile of 128
+    assert allowed("mamba2-h64", "fp8", {"carry_heads": 8}) and not allowed("kimi-linear", "fp8", {"carry_heads": 2})
+    assert allowed("mamba2-h64", "bf16", {"read_k": 32}) and not allowed("mamba2-h64", "fp8", {"read_k": 32})
+    assert all(any(allowed(case, "fp32", change) for change in changes) for case in CASES for changes in GROUPS.values())
 
 
 def test_bench_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

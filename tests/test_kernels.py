@@ -138,7 +138,7 @@ def test_formats_that_need_fp64_are_refused() -> None:
 
 
 def test_kernels_of_several_tokens_fit_their_registers() -> None:
-    """No read spills; carries and flushes, and the one launch that holds them, a few registers (docs/log.md)."""
+    """No read spills. What prepares does, up to 8 tokens: with fewer registers more of it runs (docs/log.md)."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, Path(__file__).with_name("compile_kernels.py"), "90", "5", "9"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -146,7 +146,7 @@ def test_kernels_of_several_tokens_fit_their_registers() -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == 2 * 3 * 5
     for line in lines:
-        most = 0 if " read " in line else 32
+        most = 640 if " prepare " in line else 0 if " read " in line else 32
         assert int(line.split()[-1]) <= most, done.stdout
 
 
@@ -164,7 +164,8 @@ def test_kernels_compile_without_a_gpu(arch: str) -> None:
     # cursors' two kernels; of six geometries in four formats decode (B = 1), read, prepare and fold; these four of
     # three geometries in two formats more
     assert len(lines) == 2 + 6 * 4 * 4 + 3 * 2 * 4
-    if arch != "gfx942":  # two registers of one flush: the assembler then fits more of its programs on a processor
-        known = "90 mamba2 (64, 8, 64, 128) prepare bf16 "
-        spilled = [line for line in lines if not line.endswith("spills 0")]
-        assert all(line.startswith(known) and line.endswith("spills 8") for line in spilled), done.stdout
+    for line in lines if arch != "gfx942" else []:
+        # kda is faster with 16 programs a processor that spill a few registers than with 12 (docs/log.md); elsewhere two
+        # registers at most, where the assembler then fits more programs on a processor
+        most = 0 if " prepare " not in line else 512 if " kda " in line else 8
+        assert int(line.split()[-1]) <= most, line
