@@ -5,6 +5,7 @@
 #               benchmarks/precompile.py does it without a GPU
 #   tests       tests marked gpu, 6 processes at once                                        -> gpu_tests.txt
 #   launches    launch choices, one field after the other                                    -> launches.jsonl
+#   parts       read, carry and flush of a step, each by itself, of one token and of five     -> parts.jsonl
 #   kernels     plain decoding against the public kernels (needs vLLM and fla-core)          -> kernels.jsonl
 #   formats     the other storage formats, 256 rows                                          -> kernels.jsonl
 #   drafts      4 drafts + 1, 3.5 accepted, windows of 16 and 32; a tree of 8 nodes          -> kernels.jsonl
@@ -56,6 +57,9 @@ for task in "$@"; do
   launches)
     at_once 14 compile-launches bench launches --case mamba2-h64 --case qwen3.5-4b --only-compile
     bench launches --case mamba2-h64 --case qwen3.5-4b "${commit[@]}" --out "$out/launches.jsonl" --seconds 240 ;;
+  parts)
+    bench parts --format fp32,split16,bf16 "${commit[@]}" --out "$out/parts.jsonl" --seconds 120
+    bench parts --case nano-4b --case super --case qwen3.5-4b --case qwen3.5-122b "${drafts[@]}" "${commit[@]}" --out "$out/parts.jsonl" ;;
   kernels)
     rows --seconds 400
     rows --case super --case qwen3.5-122b --batch 512 --seconds 60 ;;
@@ -106,6 +110,6 @@ for task in "$@"; do
     whole spec_decode_throughput --model-id "$QWEN" --dummy-weights "${drafted[@]}"
     whole spec_decode_throughput --model-id "$NANO" --dummy-weights --draft-method ngram "${drafted[@]}"
     whole spec_decode_throughput --model-id nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4 --layers 11 "${drafted[@]}" ;;
-  *) sed -n '2,20p' "$0"; exit 2 ;;
+  *) sed -n '2,21p' "$0"; exit 2 ;;
   esac
 done

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from replayssm import Geometry
 from replayssm.bench import baselines, kernels
+from replayssm.bench.__main__ import app
 
 
 @pytest.mark.parametrize(
@@ -49,3 +52,33 @@ def test_kernels_are_compiled_for_a_gpu_without_one(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     compiled = {path.stem for path in tmp_path.glob("*/*.cubin")}
     assert compiled == {"begin_kernel", "prepare_kernel", "read_kernel", "commit_kernel"}
+
+
+@pytest.mark.parametrize("part", ["read", "carry", "prepare", "none"])
+def test_a_part_is_all_that_is_launched(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read changes no ring and writes outputs, a carry changes no checkpoint, a prepare does where rows are due."""
+    pytest.importorskip("triton")
+    from replayssm import kernels as launched
+    from replayssm.bench import parts
+
+    monkeypatch.setitem(kernels.CASES, "small", ("gdn", Geometry(4, 2, 16, 16)))
+    monkeypatch.setattr(launched, "in_one_launch", lambda rows, heads: False)
+    ours = kernels._Ours("small", 2, "fp32", 1, False, kernels.Steps(window=2), device="cpu")
+    layer = ours.cache.layers[0]
+    for tensor in (*layer.checkpoint, layer.ring.k):
+        tensor.normal_()
+    for _ in range(2):
+        ours.step()
+    checkpoint, keys = layer.checkpoint[0].clone(), layer.ring.k.clone()
+    with parts.only(part):
+        y = ours.step()  # every row is due
+    assert torch.equal(layer.ring.k, keys) == (part in ("read", "none"))
+    assert torch.equal(layer.checkpoint[0], checkpoint) == (part != "prepare")
+    assert y.shape == (2, 1, 4, 16)
+    assert launched.prepare_kernel is not None and type(launched.read_kernel).__name__ != "_Left"
+
+
+def test_parts_need_launches_of_their_own() -> None:
+    """One launch has no parts: refused before anything is measured."""
+    done = CliRunner().invoke(app, ["parts", "--case", "mamba2-h64", "--batch", "1"])
+    assert done.exit_code == 2 and "one launch" in done.output

@@ -253,7 +253,9 @@ def test_launch_choices_fit_their_geometry() -> None:
     assert allowed("nano-4b", "fp32", {"read_v": 128, "read_warps": 4})  # V is 80: one tile of 128
     assert allowed("mamba2-h64", "fp8", {"carry_heads": 8}) and not allowed("kimi-linear", "fp8", {"carry_heads": 2})
     assert allowed("mamba2-h64", "bf16", {"read_k": 32}) and not allowed("mamba2-h64", "fp8", {"read_k": 32})
-    assert all(any(allowed(case, "fp32", change) for change in changes) for case in CASES for changes in GROUPS.values())
+    assert all(
+        any(allowed(case, "fp32", change) for change in changes) for case in CASES for changes in GROUPS.values()
+    )
 
 
 def test_bench_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,154 @@
+"""GPU: what a layer's step is made of: the read, the carry and the flush, each by itself, beside the bytes they move.
+
+    python -m replayssm.bench parts --case mamba2-h64 --format fp32,split16
+
+Steps are those of `bench kernels`: whole windows, staggered, cold L2, in CUDA graphs. What is not asked for is not
+launched: a read then awaits nothing, a carry has no programs that flush. A flush is what a step without its read
+takes more than its carry, `begin` and `commit` are measured by themselves and are in no part. Nothing is checked here:
+outputs of a step that lacks a part mean nothing. At so small a batch that all is one launch there are no parts.
+"""
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+from unittest import mock
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from replayssm import kernels, plan, recurrences
+from replayssm.bench import append_rows
+from replayssm.bench import kernels as kernels_bench
+from replayssm.bench.kernels import CASES, WINDOW, Steps
+from replayssm.bench.launches import changed
+from replayssm.catalogue import ACTIVATION
+from replayssm.compare import provenance
+from replayssm.ring import in_one_launch
+
+
+class _Left:
+    """A kernel that is not launched."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments, **constants: None
+
+
+class _Alone:
+    """kernels.read_kernel, awaiting nothing."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        at = self.kernel.arg_names.index("ready")
+
+        def launch(*arguments: Any, **constants: Any) -> None:
+            awaited = (*arguments[:at], None, *arguments[at + 1 :])
+            self.kernel[grid](*awaited, **constants | {"BESIDE": False})
+
+        return launch
+
+
+def only(part: str) -> ExitStack:
+    """Inside, a layer's step is only this part: read, carry, prepare (carry and flush) or none."""
+    stack, left = ExitStack(), _Left()
+    if part in ("read", "none"):
+        stack.enter_context(mock.patch.object(kernels, "prepare_kernel", left))
+    if part == "read":
+        stack.enter_context(mock.patch.object(kernels, "read_kernel", _Alone(kernels.read_kernel)))
+    else:
+        stack.enter_context(mock.patch.object(kernels, "read_kernel", left))
+    if part == "carry":
+        stack.enter_context(changed({"flush_programs": 0}))
+    return stack
+
+
+def main(
+    case: Annotated[list[str], typer.Option(help=f"Of {', '.join(CASES)}.")] = list(CASES),  # noqa: B006
+    batch: Annotated[str, typer.Option(help="Rows, several with commas.")] = "256",
+    formats: Annotated[str, typer.Option("--format", help="Storage formats, several with commas.")] = "fp32,split16",
+    window: Annotated[int, typer.Option(help="Committed records that may wait.")] = WINDOW,
+    tokens: Annotated[int, typer.Option(help="Of a row and step: 1, or 1 + drafts.")] = 1,
+    accepted: Annotated[float, typer.Option(help="How many of a step's tokens count on average.")] = 1.0,
+    commit: Annotated[str | None, typer.Option(help="The commit that runs, where there is no git.")] = None,
+    seconds: Annotated[float, typer.Option(help="Start nothing more after so long.")] = 3600.0,
+    only_compile: Annotated[
+        str | None, typer.Option(help="I/N: compile the kernels of every N-th cell from the I-th, measure nothing.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Rows are appended here.")] = Path("results/parts.jsonl"),
+) -> None:
+    """The parts of a layer's step on a GPU: times, bytes, share of the read ceiling."""
+    steps, started = Steps(window, tokens, accepted), time.monotonic()
+    cells = [(name, int(rows), fmt) for name in case for rows in batch.split(",") for fmt in formats.split(",")]
+    for name, rows, _ in cells:
+        if in_one_launch(rows, CASES[name][1].H):
+            raise typer.BadParameter(f"--batch must be larger: {rows} rows of {name} are one launch, without parts.")
+    if only_compile:
+        first, every = map(int, only_compile.split("/"))
+        for cell in cells[first::every]:
+            for part in ("read", "carry"):
+                with only(part):
+                    kernels_bench._Ours(*cell, layers=1, staggered=True, steps=steps).step()
+        torch.cuda.synchronize()
+        return
+    console, origin = Console(width=120), provenance(commit) | {"gpu": torch.cuda.get_device_name()}
+    ceiling = kernels_bench.ceilings()
+    table = Table(
+        "case", "B", "format", "tokens", "all us", *(f"{part} us (share)" for part in ("read", "carry", "flush"))
+    )
+    for cell in cells:
+        if time.monotonic() - started > seconds:
+            console.print("out of time: the rest was not measured")
+            break
+        row = measure(*cell, steps, ceiling)
+        append_rows(out, [row], origin)
+        found = [f"{part['us']:.1f} ({part['share_of_read_ceiling']:.0%})" for part in row["parts"].values()]
+        table.add_row(cell[0], str(cell[1]), cell[2], str(tokens), f"{row['us']:.1f}", *found)
+    console.print(table)
+
+
+def measure(case: str, rows: int, fmt: str, of: Steps, ceiling: dict[str, float]) -> dict[str, Any]:
+    """One row: microseconds of a step and of its parts, bytes and share of the read ceiling of each part."""
+    us = {part: timed(case, rows, fmt, of, part) for part in ("all", "none", "read", "carry", "prepare")}
+    (name, geometry), none = CASES[case], us["none"]
+    H, _, V, K = geometry
+    moved = plan.replayed_bytes(plan.Layer(name, geometry, 4), fmt, of.window, of.tokens, of.accepted)
+    stored, _ = plan.element_bytes(fmt, K)
+    seen = max(of.window - of.tokens, 0) / 2 + of.tokens
+    parts = {
+        "read": (us["read"] - none, moved.checkpoint + (seen + of.tokens) * H * V * ACTIVATION),
+        "carry": (us["carry"] - none, moved.beside),
+        "flush": (us["prepare"] - us["carry"], moved.due * (2 * stored * H * V * K + moved.folded * H * V * 2)),
+    }
+    return {
+        "bench": "parts",
+        "case": case,
+        "recurrence": recurrences.get(name).name,
+        "geometry": {"B": rows} | geometry._asdict(),
+        "tokens": of.tokens,
+        "format": fmt,
+        "window": of.window,
+        "us": us["all"],
+        "us_begin_and_commit": none,
+        "parts": {
+            part: {
+                "us": spent,
+                "bytes": rows * size,
+                "share_of_read_ceiling": rows * size / spent / 1e3 / ceiling["read_gbps"],
+            }
+            for part, (spent, size) in parts.items()
+        },
+        "ceilings": ceiling,
+    }
+
+
+def timed(case: str, rows: int, fmt: str, of: Steps, part: str) -> float:
+    """Microseconds per layer step of one part (all: the whole step)."""
+    with ExitStack() if part == "all" else only(part):
+        times = kernels_bench.timed(case, rows, fmt, of, True, windows=4)[1]
+    torch.cuda.empty_cache()
+    return median(kernels_bench.means(times, of.window))
