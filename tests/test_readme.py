@@ -113,6 +113,24 @@ def test_gpu_figures_are_those_of_the_measured_rows():
         assert f"| {' | '.join(by_batch)} |" in text, case
 
 
+def test_figures_of_drafts_are_those_of_the_measured_rows():
+    text, cells = README.read_text(), {}
+    for line in (ROOT / "results" / "kernels.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if (row["tokens"], row["window"], row["geometry"]["B"], row["tree"] if row["tokens"] > 1 else 0) == (
+            5,
+            16,
+            256,
+            None,
+        ):
+            cells[row["case"], row["format"]] = row
+    assert cells
+    for case in dict.fromkeys(case for case, _ in cells):
+        fp32, split16 = (cells[case, format] for format in ("fp32", "split16"))
+        figures = (f"{row['us']:.0f} ({row['speedup']:.2f}x)" for row in (fp32, split16))
+        assert f"| {fp32['baseline_us']:.0f} | {' | '.join(figures)} |" in text, case
+
+
 @pytest.mark.parametrize("name", ["compare-batch-1", "compare", "compare-batch-64"])
 def test_speeds_by_batch_are_those_of_the_measured_rows(name):
     rows = [
