@@ -115,14 +115,14 @@ def measure(case: str, rows: int, fmt: str, of: Steps, ceiling: dict[str, float]
     """One row: microseconds of a step and of its parts, bytes and share of the read ceiling of each part."""
     us = {part: timed(case, rows, fmt, of, part) for part in ("all", "none", "read", "carry", "prepare")}
     (name, geometry), none = CASES[case], us["none"]
-    H, _, V, K = geometry
-    moved = plan.replayed_bytes(plan.Layer(name, geometry, 4), fmt, of.window, of.tokens, of.accepted)
+    layer, (H, _, V, K) = plan.Layer(name, geometry, 4), geometry
+    moved = plan.replayed_bytes(layer, fmt, of.window, of.tokens, of.accepted)
     stored, _ = plan.element_bytes(fmt, K)
-    seen = max(of.window - of.tokens, 0) / 2 + of.tokens
+    values = (max(of.window - of.tokens, 0) / 2 + of.tokens) + of.tokens  # of records, and outputs
     parts = {
-        "read": (us["read"] - none, moved.checkpoint + (seen + of.tokens) * H * V * ACTIVATION),
+        "read": (us["read"] - none, moved.checkpoint + values * H * V * ACTIVATION),
         "carry": (us["carry"] - none, moved.beside),
-        "flush": (us["prepare"] - us["carry"], moved.due * (2 * stored * H * V * K + moved.folded * H * V * 2)),
+        "flush": (us["prepare"] - us["carry"], moved.due * (2 * stored * layer.elements + moved.folded * layer.record)),
     }
     return {
         "bench": "parts",
