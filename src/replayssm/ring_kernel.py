@@ -160,25 +160,27 @@ def move(
 
 @triton.jit
 def move_back(
-    pool, path, row, first, inside, i, H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
-    BLOCK: tl.constexpr,
+    pool, path, row, first, inside, i, H: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, P: tl.constexpr,
+    T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same for `back` [H, R, R]: a path's rows move, and in them the columns of its own nodes.
 
-    Columns of places behind a node belong to no record before it: what comes there is never read.
+    Columns of places behind a node belong to no record before it: what comes there is never read. A column comes from
+    another thread's, so a head is one program's, and all have read a row before any goes on to where it is written.
     """
-    o_e = i * BLOCK + tl.arange(0, BLOCK)
-    m = (o_e < H * R) & inside
-    column = o_e % R
+    o_e = tl.arange(0, BLOCK)
+    i_h, column = i * (BLOCK // BR) + o_e // BR, o_e % BR
+    m = (i_h < H) & (column < R) & inside
     depth = (column + R - first % R) % R  # of the path's node that comes to this column
     own = m & (depth < P)
     above = tl.load(path + row * P + depth, mask=own, other=-1)
     source = tl.where(own & (above >= 0) & (above < T), (first + above) % R, column)
-    p_e = pool + o_e // R * (R * R)
+    p_e = pool + i_h * (R * R)
     for p in range(P):
         node = tl.load(path + row * P + p)
         moves = m & (node > p) & (node < T)
         b_e = tl.load(p_e + (first + node) % R * R + source, mask=moves, other=0.0)
+        tl.debug_barrier()
         tl.store(p_e + (first + p) % R * R + column, b_e, mask=moves)
 
 
@@ -187,7 +189,7 @@ def compact_kernel(
     k, v, g, w, norm, back, conv, table, path, B,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, C: tl.constexpr, P: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-    BACK: tl.constexpr,
+    BACK: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """Records and convolution inputs of a path [B, P] move behind the committed ones; pools as (tensor, slot stride).
 
@@ -216,8 +218,8 @@ def compact_kernel(
         i -= (G + BLOCK - 1) // BLOCK
     if BACK:
         if i >= 0:
-            move_back(back[0] + slot * back[1], path, row, first, inside, i, H, R, P, T, BLOCK)
-        i -= (H * R + BLOCK - 1) // BLOCK
+            move_back(back[0] + slot * back[1], path, row, first, inside, i, H, R, BR, P, T, BLOCK)
+        i -= (H * BR + BLOCK - 1) // BLOCK
     if C > 0:
         if i >= 0:
             move(conv[0] + slot * conv[1], path, row, end, inside, i, 1, L, C, P, T, BLOCK)
@@ -255,14 +257,14 @@ def compact(records: Records, conv: Tensor, table: Tensor, path: Tensor, tokens:
     rows, P = path.shape
     (_, G, R, K), (_, H, _, V), E = records.k.shape, records.v.shape, records.g.shape[3]
     L, C = conv.shape[1:]
-    NORM, BACK = records.norm.numel() > 0, records.back.numel() > 0
-    blocks = sum(triton.cdiv(n, BLOCK_ELEMENTS) for n in (G * K, H * V, H * E, H, G * NORM, H * R * BACK, C))
+    NORM, BACK, BR = records.norm.numel() > 0, records.back.numel() > 0, triton.next_power_of_2(R)
+    blocks = sum(triton.cdiv(n, BLOCK_ELEMENTS) for n in (G * K, H * V, H * E, H, G * NORM, H * BR * BACK, C))
     if rows:
         pools = [(pool, pool.stride(0)) for pool in (*records, conv)]
         compact_kernel[(rows, blocks)](
             *pools, table, path, rows,
             H=H, G=G, V=V, K=K, E=E, R=R, L=max(L, 1), C=C if L else 0, P=P, T=tokens, BLOCK=BLOCK_ELEMENTS, NORM=NORM,
-            BACK=BACK,
+            BACK=BACK, BR=BR,
         )  # fmt: skip
 
 
