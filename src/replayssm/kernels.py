@@ -797,8 +797,8 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         prepare_warps = 4 if stored.copy and recurrence.channel_gate else 2
     elif tokens > 8 or (tokens > 1 and recurrence.channel_gate):
         prepare_warps = 2
-    elif tokens > 1 or recurrence.channel_gate:  # a few spill, and more programs run
-        registers = 128 if recurrence.channel_gate or not recurrence.delta else 168
+    elif tokens > 1 or recurrence.delta:  # some spill, and more programs run
+        registers = 168 if tokens > 1 and recurrence.delta and not recurrence.channel_gate else 128
     if recurrence.delta:
         carry_heads = 1 if stored.copy and scaled else 2
     else:
