@@ -4,6 +4,7 @@ The engine's process is played by a small script that reads the same job and wri
 """
 
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -318,6 +319,34 @@ def test_an_engine_that_hangs_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_process, "COMMAND", (sys.executable, str(slow)))
     with pytest.raises(vllm_process.Failed, match="stock took more than 0.5 s and was ended"):
         vllm_process.run(job(), tmp_path / "log", 0.5)
+
+
+def test_an_engine_starts_while_the_one_before_has_the_gpu(engine):
+    """Each tells when it was there, had its turn, and ended: the second is there early, no two turns overlap."""
+    waits = """
+import time
+from replayssm.bench.vllm_process import Job, await_turn
+times = [time.time()]
+await_turn(Job(**job))
+times.append(time.time())
+time.sleep(2.0)
+"""
+    tells = f"""
+with open({str(engine / "times")!r}, "a") as told:
+    print(*times, time.time(), file=told)
+"""
+    (engine / "played.py").write_text(PLAYED.replace("stock =", waits + "stock =", 1) + tells)
+    bench(e2e.decode, "--model-id", NANO, "--dummy-weights", "--batch-size", 1, "--out", engine / "e2e.jsonl")
+    first, second, third = (tuple(map(float, line.split())) for line in (engine / "times").read_text().splitlines())
+    assert second[0] < first[2] <= second[1] and third[0] < second[2] <= third[1]
+
+
+def test_an_engine_whose_starter_is_gone_ends(tmp_path, monkeypatch):
+    folder = tmp_path / "turns"
+    folder.mkdir()
+    monkeypatch.setattr(vllm_process.time, "sleep", lambda seconds: shutil.rmtree(folder))
+    with pytest.raises(RuntimeError, match="who started this process has ended"):
+        vllm_process.await_turn(job(turn=str(folder / "turn")))
 
 
 def test_the_report_shows_the_rows(engine):

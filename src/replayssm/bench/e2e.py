@@ -113,13 +113,14 @@ def run(
         rows: list[dict[str, Any]] = []
         failed = []
         origin = provenance(commit)
-        for mode, single in jobs:
-            name = mode if mode != "replay" else f"replay-{single.format.replace('/', '-')}"
-            try:
-                with err.status(f"{about['model']}: {name}"):
-                    document = vllm_process.run(single, folder / f"{name}.log", seconds)
-            except Failed as failure:
-                err.print(Text(f"error: {failure}", style="red"), soft_wrap=True)
+        names = [mode if mode != "replay" else f"replay-{single.format.replace('/', '-')}" for mode, single in jobs]
+        logged = [(single, folder / f"{name}.log") for (_, single), name in zip(jobs, names, strict=True)]
+        documents = vllm_process.run_all(logged, seconds)
+        for (mode, single), name in zip(jobs, names, strict=True):
+            with err.status(f"{about['model']}: {name}"):
+                document = next(documents)
+            if isinstance(document, Failed):
+                err.print(Text(f"error: {document}", style="red"), soft_wrap=True)
                 failed.append(name)
                 continue
             versions = origin["versions"] | document["versions"]

@@ -1,6 +1,6 @@
 """One vLLM engine in a process of its own: a job in, one JSON document out. What `e2e` and `vllm_check` start.
 
-    run(job)                              the caller's side: starts the process, waits, reads its document
+    run_all(jobs)                         the caller's side: starts the processes, waits, reads their documents
     python -m replayssm.bench.vllm_process JOB.json OUT.json      the process
 
 Three modes, which differ in nothing but what is said here:
@@ -25,8 +25,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from statistics import mean
@@ -55,6 +56,7 @@ class Job:
         tuned: folder that keeps launch files, in a folder for every number of tokens per row: kernels differ.
         texts: prompts; None: random token ids.
         sequences, seats, ways: of the task "logprobs", see `logprobs`.
+        turn: the file whose coming says that the process may use the GPU; None: it may.
         engine: further arguments of LLM(...), which win.
     """
 
@@ -81,6 +83,7 @@ class Job:
     sequences: list[list[list[int]]] | None = None
     seats: int = 8
     ways: tuple[str, ...] = ()
+    turn: str | None = None
     engine: dict[str, Any] = field(default_factory=dict)
 
 
@@ -189,23 +192,54 @@ def run(job: Job, log: Path, seconds: float) -> dict[str, Any]:
     Raises:
         Failed: it ended without a document.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        given, made = Path(folder) / "job.json", Path(folder) / "made.json"
-        given.write_text(json.dumps(asdict(job)))
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [*COMMAND, str(given), str(made)], env=environment(job), stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
+    (document,) = run_all([(job, log)], seconds)
+    if isinstance(document, Failed):
+        raise document
+    return document
+
+
+def run_all(jobs: Sequence[tuple[Job, Path]], seconds: float) -> Iterator[dict[str, Any] | Failed]:
+    """Documents of jobs, each with its log, one after the other; `seconds` as in `run`, for each.
+
+    While one has the GPU the next one's process already starts: it imports vLLM, which takes longer than many a
+    measurement, and waits for its turn before it touches the GPU.
+    """
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as ended:
+        places = [Path(folder) / str(i) for i in range(len(jobs))]
+        processes: list[subprocess.Popen[bytes]] = []
+        for i, (job, log) in enumerate(jobs):
+            for place, next_job in zip(places[len(processes) : i + 2], jobs[len(processes) : i + 2], strict=True):
+                processes.append(ended.enter_context(_started(*next_job, place)))
+            (places[i] / "turn").touch()
+            made = places[i] / "made.json"
             try:
-                code = process.wait(seconds)
-            except subprocess.TimeoutExpired as error:
-                raise Failed(f"{job.mode} took more than {seconds:g} s and was ended; see {log}.") from error
+                code = processes[i].wait(seconds)
+            except subprocess.TimeoutExpired:
+                yield Failed(f"{job.mode} took more than {seconds:g} s and was ended; see {log}.")
+            else:
+                if code or not made.is_file():
+                    yield Failed(f"{job.mode} ended with code {code}: {_last_words(log)} All of it: {log}.")
+                else:
+                    yield json.loads(made.read_text())
             finally:
-                _end(process)
-        if code or not made.is_file():
-            raise Failed(f"{job.mode} ended with code {code}: {_last_words(log)} All of it: {log}.")
-        return json.loads(made.read_text())
+                _end(processes[i])
+
+
+@contextmanager
+def _started(job: Job, log: Path, place: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of a job, with a folder for what goes in and out; ended with those it started."""
+    place.mkdir()
+    given = place / "job.json"
+    given.write_text(json.dumps(asdict(replace(job, turn=str(place / "turn")))))
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*COMMAND, str(given), str(place / "made.json")], env=environment(job), stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -233,17 +267,19 @@ def start(job: Job) -> tuple[Any, dict[str, Any]]:
     Raises:
         RuntimeError: mode replay, and none of the model's layers is replayed.
     """
-    launches = tune(job) if job.kernel is not None and job.mode == "stock" else {}
     import torch
     import transformers
     import triton
     import vllm
 
+    make = vllm.LLM  # imports what makes it
+    await_turn(job)
+    launches = tune(job) if job.kernel is not None and job.mode == "stock" else {}
     given = engine_arguments(job)
     if job.task == "logprobs" and not job.drafts and job.runner == "v1":
         given["logits_processors"] = [_forcing()]
     begun = time.perf_counter()
-    llm = vllm.LLM(**given)
+    llm = make(**given)
     config = llm.llm_engine.vllm_config
     ours = sum(llm.apply_model(_replayed_layers))
     if job.mode == "replay" and not ours:
@@ -264,6 +300,18 @@ def start(job: Job) -> tuple[Any, dict[str, Any]]:
         "launches": {str(rows): launch for rows, launch in launches.items()},
         **_memory(llm),
     }
+
+
+def await_turn(job: Job) -> None:
+    """Until the job's turn has come.
+
+    Raises:
+        RuntimeError: who started this process is not there any more.
+    """
+    while job.turn is not None and not Path(job.turn).exists():
+        if not Path(job.turn).parent.exists():
+            raise RuntimeError("who started this process has ended.")
+        time.sleep(0.05)
 
 
 def _replayed_layers(model: Any) -> int:
