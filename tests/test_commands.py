@@ -268,8 +268,10 @@ def test_bench_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_plot_draws_measured_rows(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    run("plot", "--rows", ROOT / "results" / "kernels.jsonl", "--out", tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} >= {"kernels-speedup.png", "kernels-ceiling.png"}
+    measured = ROOT / "results"
+    run("plot", "--rows", measured / "kernels.jsonl", "--whole-models", measured / "e2e.jsonl", "--out", tmp_path)
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {path.name for path in measured.glob("*.png") if path.name.startswith(("kernels-", "e2e-"))}
 
 
 # ---- files ----

@@ -448,7 +448,7 @@ def test_as_many_rows_as_fit_are_timed(parameters):
     engine = Engine()
     engine.add_request("0", {"prompt_token_ids": [1]}, vllm_process._greedy(5))
     with pytest.raises(RuntimeError, match="all requests ended while steps were being timed"):
-        vllm_process._run(engine, 10)
+        vllm_process._run(engine, 10, set(), set())
     with pytest.raises(RuntimeError, match="only 3 of 8 requests run"):
         vllm_process._steady(model(Engine(room=3)), Job("decode", "", "stock", steps=400), 8, room=99)
 

@@ -117,13 +117,33 @@ def test_figures_of_drafts_are_those_of_the_measured_rows():
     text, cells = README.read_text(), {}
     for line in (ROOT / "results" / "kernels.jsonl").read_text().splitlines():
         row = json.loads(line)
-        if (row["tokens"], row["window"], row["geometry"]["B"]) == (5, 16, 256) and row["tree"] is None:
-            cells[row["case"], row["format"]] = row
+        if (row["tokens"], row["geometry"]["B"]) == (5, 256) and row["tree"] is None:
+            cells[row["case"], row["window"], row["format"]] = row
+        if row.get("tree"):
+            assert f"A tree of 8 nodes takes {row['us'] / row['chain_us']:.2f} times a chain of 8" in text
     assert cells
-    for case in dict.fromkeys(case for case, _ in cells):
-        fp32, split16 = (cells[case, format] for format in ("fp32", "split16"))
+    for case, window in dict.fromkeys((case, window) for case, window, format in cells if format == "split16"):
+        fp32, split16 = (cells[case, window, format] for format in ("fp32", "split16"))
         figures = (f"{row['us']:.0f} ({row['speedup']:.2f}x)" for row in (fp32, split16))
-        assert f"| {fp32['baseline_us']:.0f} | {' | '.join(figures)} |" in text, case
+        assert f"| {fp32['baseline_us']:.0f} | {' | '.join(figures)} |" in text, (case, window)
+
+
+def test_figures_of_whole_models_are_those_of_the_measured_rows():
+    text, cells = README.read_text(), {}
+    for line in (ROOT / "results" / "e2e.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        cells[row["model"], row["runner"], row["drafts"], row["batch"], row["mode"], row["format"]] = row
+    assert cells
+    for (model, runner, drafts, batch, mode, format), row in cells.items():
+        if drafts:
+            gain = "" if mode == "stock" else f", {row['speedup']:.2f}x"
+            figure = f"| {row['tokens_per_second']:,.0f} ({row['requests_that_fit']:,}){gain} |"
+        elif runner == "v1":
+            figure = f"{row['step_ms']:.2f}"
+        else:
+            gain = "" if mode == "stock" else f" ({row['speedup']:.2f}x)"
+            figure = f"| {row['step_ms']:.2f}{gain} |"
+        assert figure in text, (model, batch, mode, format)
 
 
 @pytest.mark.parametrize("name", ["compare-batch-1", "compare", "compare-batch-64"])

@@ -490,6 +490,9 @@ def bench(context: typer.Context) -> None:
 def plot(
     rows: Annotated[Path, typer.Option(help="Rows of `bench kernels`.")] = Path("results/kernels.jsonl"),
     to: Annotated[Path, typer.Option("--out", help="Folder for the pictures.")] = Path("results"),
+    whole_models: Annotated[
+        Path | None, typer.Option(help="Rows of the end-to-end scripts; not drawn where there are none.")
+    ] = Path("results/e2e.jsonl"),
 ) -> None:
     """Draw the pictures of measured GPU rows."""
     _needs("matplotlib")
@@ -497,7 +500,7 @@ def plot(
         raise ValueError(f"{rows} is not a file: --rows takes rows of `replayssm bench kernels`.")
     if not to.is_dir():
         raise ValueError(f"{to} is not a folder: --out takes the folder for the pictures.")
-    importlib.import_module("replayssm.bench.plot").main(rows, to)
+    importlib.import_module("replayssm.bench.plot").main(rows, to, whole_models)
 
 
 def register(app: typer.Typer, one_sentence: Callable[[], Any]) -> None:

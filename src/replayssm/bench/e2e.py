@@ -448,7 +448,8 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             place, rate = names.index(name_of(row)), row["tokens_per_second"]
             axis.bar(place, rate, color=colors[name_of(row)])
             gain = "" if row["speedup"] is None else f"{row['speedup']:.2f}x"
-            axis.annotate(gain, (place, rate), ha="center", va="bottom", fontsize=9)
+            fewer = "" if row["rows"] == batch else f"\n{row['rows']} rows"
+            axis.annotate(gain + fewer, (place, rate), ha="center", va="bottom", fontsize=9)
         axis.set_title(f"batch {batch}", loc="left", fontsize=11)
         axis.set_xticks([])
         axis.set_xlim(-0.6, len(names) - 0.4)
@@ -458,8 +459,9 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes[0][0].set_ylabel("tokens/s")
     first = rows[0]
     weights = "" if first["weights"] != "random" else ", random weights"
+    drafts = "" if not any(row["drafts"] for row in rows) else f", {max(row['drafts'] for row in rows)} drafts"
     cut = "" if first["cut_to_layers"] is None else f", cut to {first['cut_to_layers']} layers"
-    figure.suptitle(f"{first['model']} in vLLM, {first['gpu']}{weights}{cut}", fontsize=11)
+    figure.suptitle(f"{first['model']} in vLLM, {first['gpu']}{drafts}{weights}{cut}", fontsize=11)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colors[name]) for name in names]
     figure.legend(handles, names, loc="outside lower center", ncols=min(4, len(names)), frameon=False)
     figure.savefig(path, dpi=120)

@@ -1,4 +1,4 @@
-"""Pictures from rows of results/kernels.jsonl: speedup and share of the read ceiling over the batch."""
+"""Pictures from rows: speedup and share of the read ceiling of a layer over the batch; tokens/s of whole models."""
 
 import json
 from pathlib import Path
@@ -15,8 +15,33 @@ MARKS = {"fp32": "o", "split16": "s", "bf16": "^", "fp16": "v"}
 def main(
     rows: Annotated[Path, typer.Option(help="Rows of `bench kernels`.")] = Path("results/kernels.jsonl"),
     out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("results"),
+    whole_models: Annotated[
+        Path | None, typer.Option(help="Rows of the end-to-end scripts; not drawn where there are none.")
+    ] = Path("results/e2e.jsonl"),
 ) -> None:
-    """Draw kernels-speedup.png and kernels-ceiling.png; of several rows of one cell the newest counts."""
+    """Draw kernels-speedup.png, kernels-ceiling.png and one picture for every whole model; newest rows count."""
+    draw_layers(rows, out)
+    if whole_models is not None and whole_models.is_file():
+        draw_models(whole_models, out)
+
+
+def draw_models(rows: Path, out: Path) -> None:
+    """e2e-MODEL.png, e2e-MODEL-drafts.png: rows of one model and runner; -v1 where it is not vLLM's newest."""
+    from replayssm.bench.e2e import draw, name_of
+
+    pictures: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
+    for line in rows.read_text().splitlines():
+        row = json.loads(line)
+        name = f"e2e-{row['model'].lower()}{'-drafts' * bool(row['drafts'])}{'-v1' * (row['runner'] == 'v1')}"
+        pictures.setdefault(name, {})[row["batch"], name_of(row)] = row
+    for name, newest in pictures.items():
+        with whole(out / f"{name}.png") as part:
+            draw(list(newest.values()), part)
+        print(out / f"{name}.png")
+
+
+def draw_layers(rows: Path, out: Path) -> None:
+    """The two pictures of single layers; of several rows of one cell the newest counts."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -381,24 +381,22 @@ def _steady(llm: Any, job: Job, batch: int, room: int) -> dict[str, Any]:
         raise RuntimeError(f"not one request of {llm.model_config.max_model_len} tokens fits.")
     asked = prompts(llm, job.texts, rows)
     _admit(engine, asked, _greedy(new_tokens(job)), -(-rows // job.window))
-    runs, seconds = [_run(engine, 2 * job.window)], []  # kernels of flushes are compiled at their first
+    ends, past, runs, seconds = set() if job.dummy else _ends(llm), set[str](), [], []
+    _run(engine, 2 * job.window, ends, past)  # kernels of flushes are compiled at their first
     for _ in range(job.repeats):
         begun = time.perf_counter()
-        runs.append(_run(engine, job.steps))
+        runs.append(_run(engine, job.steps, ends, past))
         seconds.append(time.perf_counter() - begun)
     engine.abort_request([str(i) for i in range(rows)])
     for _ in range(4):  # what was queued
         engine.step()
-    ends = set() if job.dummy else _ends(llm)
-    past = {row.request_id for run in runs for step in run for row in step if ends & set(row.new_token_ids)}
-    timed = runs[1:]
     return {
         "batch": batch,
         "rows": rows,
         "steps": job.steps,
         "seconds": seconds,
-        "tokens": [sum(len(row.new_token_ids) for step in run for row in step) for run in timed],
-        "steps_with_rows_missing": sum(len(step) < rows for run in timed for step in run),
+        "tokens": [sum(tokens for _, tokens in run) for run in runs],
+        "steps_with_rows_missing": sum(had < rows for run in runs for had, _ in run),
         "rows_past_their_end": None if job.dummy else len(past) / rows,
         "prompt_tokens": mean(map(len, asked)),
     }
@@ -446,14 +444,20 @@ def _step(engine: Any) -> list[Any]:
     return engine.engine_core.get_output().outputs
 
 
-def _run(engine: Any, steps: int) -> list[list[Any]]:
-    """What came of so many steps; calls that only queue a step (asynchronous scheduling) are not counted."""
-    made: list[list[Any]] = []
+def _run(engine: Any, steps: int, ends: set[int], past: set[str]) -> list[tuple[int, int]]:
+    """Rows and tokens of so many steps; calls that only queue a step (asynchronous scheduling) are not counted.
+
+    Requests that got one of the tokens `ends` are added to `past`. What the engine gave is not kept: thousands of
+    objects that stay make Python's collector slow, and its steps with it.
+    """
+    made: list[tuple[int, int]] = []
     idle = 0
     while len(made) < steps:
         rows = _step(engine)
         if rows:
-            made.append(rows)
+            made.append((len(rows), sum(len(row.new_token_ids) for row in rows)))
+            if ends:
+                past.update(row.request_id for row in rows if not ends.isdisjoint(row.new_token_ids))
         idle = 0 if rows else idle + 1
         if idle > 200:
             raise RuntimeError("all requests ended while steps were being timed.")
