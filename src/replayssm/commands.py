@@ -491,7 +491,7 @@ def plot(
     rows: Annotated[Path, typer.Option(help="Rows of `bench kernels`.")] = Path("results/kernels.jsonl"),
     to: Annotated[Path, typer.Option("--out", help="Folder for the pictures.")] = Path("results"),
     whole_models: Annotated[
-        Path | None, typer.Option(help="Rows of the end-to-end scripts; not drawn where there are none.")
+        Path, typer.Option(help="Rows of the end-to-end scripts; not drawn where there are none.")
     ] = Path("results/e2e.jsonl"),
 ) -> None:
     """Draw the pictures of measured GPU rows."""

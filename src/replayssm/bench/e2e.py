@@ -459,7 +459,8 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes[0][0].set_ylabel("tokens/s")
     first = rows[0]
     weights = "" if first["weights"] != "random" else ", random weights"
-    drafts = "" if not any(row["drafts"] for row in rows) else f", {max(row['drafts'] for row in rows)} drafts"
+    most = max(row["drafts"] for row in rows)
+    drafts = f", {most} drafts" if most else ""
     cut = "" if first["cut_to_layers"] is None else f", cut to {first['cut_to_layers']} layers"
     figure.suptitle(f"{first['model']} in vLLM, {first['gpu']}{drafts}{weights}{cut}", fontsize=11)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colors[name]) for name in names]

@@ -16,12 +16,12 @@ def main(
     rows: Annotated[Path, typer.Option(help="Rows of `bench kernels`.")] = Path("results/kernels.jsonl"),
     out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("results"),
     whole_models: Annotated[
-        Path | None, typer.Option(help="Rows of the end-to-end scripts; not drawn where there are none.")
+        Path, typer.Option(help="Rows of the end-to-end scripts; not drawn where there are none.")
     ] = Path("results/e2e.jsonl"),
 ) -> None:
     """Draw kernels-speedup.png, kernels-ceiling.png and one picture for every whole model; newest rows count."""
     draw_layers(rows, out)
-    if whole_models is not None and whole_models.is_file():
+    if whole_models.is_file():
         draw_models(whole_models, out)
 
 

@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -204,42 +203,48 @@ def run_all(jobs: Sequence[tuple[Job, Path]], seconds: float) -> Iterator[dict[s
     While one has the GPU the next one's process already starts: it imports vLLM, which takes longer than many a
     measurement, and waits for its turn before it touches the GPU.
     """
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as ended:
-        places = [Path(folder) / str(i) for i in range(len(jobs))]
-        processes: list[subprocess.Popen[bytes]] = []
-        for i, (job, log) in enumerate(jobs):
-            for place, next_job in zip(places[len(processes) : i + 2], jobs[len(processes) : i + 2], strict=True):
-                processes.append(ended.enter_context(_started(*next_job, place)))
-            (places[i] / "turn").touch()
-            made = places[i] / "made.json"
-            try:
-                code = processes[i].wait(seconds)
-            except subprocess.TimeoutExpired:
-                yield Failed(f"{job.mode} took more than {seconds:g} s and was ended; see {log}.")
-            else:
-                if code or not made.is_file():
-                    yield Failed(f"{job.mode} ended with code {code}: {_last_words(log)} All of it: {log}.")
-                else:
-                    yield json.loads(made.read_text())
-            finally:
-                _end(processes[i])
+    with tempfile.TemporaryDirectory() as folder:
+        waiting = [(job, log, Path(folder) / str(i)) for i, (job, log) in enumerate(jobs)]
+        running: list[subprocess.Popen[bytes]] = []
+        try:
+            for job, log, place in list(waiting):
+                while waiting and len(running) < 2:
+                    running.append(_start(*waiting.pop(0)))
+                (place / "turn").touch()
+                try:
+                    document = _document(running[0], job, log, place, seconds)
+                finally:
+                    _end(running.pop(0))
+                yield document
+        finally:
+            for process in running:
+                _end(process)
 
 
-@contextmanager
-def _started(job: Job, log: Path, place: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The process of a job, with a folder for what goes in and out; ended with those it started."""
+def _start(job: Job, log: Path, place: Path) -> subprocess.Popen[bytes]:
+    """The process of a job, which has a new folder for what goes in and out."""
     place.mkdir()
     given = place / "job.json"
     given.write_text(json.dumps(asdict(replace(job, turn=str(place / "turn")))))
     with log.open("wb") as output:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [*COMMAND, str(given), str(place / "made.json")], env=environment(job), stdout=output,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
+
+
+def _document(
+    process: subprocess.Popen[bytes], job: Job, log: Path, place: Path, seconds: float
+) -> dict[str, Any] | Failed:
+    """What a job's process has made, once it ended."""
+    made = place / "made.json"
     try:
-        yield process
-    finally:
-        _end(process)
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return Failed(f"{job.mode} took more than {seconds:g} s and was ended; see {log}.")
+    if code or not made.is_file():
+        return Failed(f"{job.mode} ended with code {code}: {_last_words(log)} All of it: {log}.")
+    return json.loads(made.read_text())
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -447,8 +452,7 @@ def _step(engine: Any) -> list[Any]:
 def _run(engine: Any, steps: int, ends: set[int], past: set[str]) -> list[tuple[int, int]]:
     """Rows and tokens of so many steps; calls that only queue a step (asynchronous scheduling) are not counted.
 
-    Requests that got one of the tokens `ends` are added to `past`. What the engine gave is not kept: thousands of
-    objects that stay make Python's collector slow, and its steps with it.
+    Requests that got one of the tokens `ends` are added to `past`. What the engine gave is not kept.
     """
     made: list[tuple[int, int]] = []
     idle = 0
