@@ -27,7 +27,7 @@ import math
 import time
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
 import typer
@@ -88,20 +88,40 @@ class Steps(NamedTuple):
         return 1 + torch.binomial(torch.full_like(share, most - 1), share, generator).long()
 
 
+Item = TypeVar("Item")
+# Options of all commands that measure cells
+CaseOption = Annotated[list[str], typer.Option(help=f"Of {', '.join(CASES)}.")]
+BatchOption = Annotated[str, typer.Option(help="Rows, several with commas.")]
+FormatOption = Annotated[str, typer.Option("--format", help="Storage formats, several with commas.")]
+WindowOption = Annotated[int, typer.Option(help="Committed records that may wait.")]
+TokensOption = Annotated[int, typer.Option(help="Of a row and step: 1, or 1 + drafts.")]
+AcceptedOption = Annotated[float, typer.Option(help="How many of a step's tokens count on average.")]
+CommitOption = Annotated[str | None, typer.Option(help="The commit that runs, where there is no git.")]
+
+
+def cells_of(case: list[str], batch: str, formats: str) -> list[tuple[str, int, str]]:
+    """Case, rows and format of everything that was asked for."""
+    return [(name, int(rows), fmt) for name in case for rows in batch.split(",") for fmt in formats.split(",")]
+
+
+def share(items: list[Item], text: str) -> list[Item]:
+    """Of "I/N": every N-th item from the I-th."""
+    first, every = map(int, text.split("/"))
+    return items[first::every]
+
+
 def main(
-    case: Annotated[list[str], typer.Option(help=f"Of {', '.join(CASES)}.")] = list(CASES),  # noqa: B006
+    case: CaseOption = list(CASES),  # noqa: B006
     batch: Annotated[str | None, typer.Option(help="Rows, several with commas: 1,8,32,256, and 512 of drafts.")] = None,
-    window: Annotated[int, typer.Option(help="Committed records that may wait.")] = WINDOW,
-    tokens: Annotated[int, typer.Option(help="Of a row and step: 1, or 1 + drafts.")] = 1,
-    accepted: Annotated[float, typer.Option(help="How many of a step's tokens count on average.")] = 1.0,
+    window: WindowOption = WINDOW,
+    tokens: TokensOption = 1,
+    accepted: AcceptedOption = 1.0,
     tree: Annotated[bool, typer.Option(help="The tokens are a tree, 3 to 8 nodes.")] = False,
-    formats: Annotated[
-        str, typer.Option("--format", help="Storage formats, several with commas.")
-    ] = "fp32,split16,bf16",
+    formats: FormatOption = "fp32,split16,bf16",
     launches: Annotated[
         Path | None, typer.Option(help="Launch choices of the public kernels; searched if not given.")
     ] = None,
-    commit: Annotated[str | None, typer.Option(help="The commit that runs, where there is no git.")] = None,
+    commit: CommitOption = None,
     seconds: Annotated[float, typer.Option(help="Start no further case after so long.")] = 3600.0,
     only_compile: Annotated[
         str | None, typer.Option(help="I/N: compile the kernels of every N-th case from the I-th, measure nothing.")
@@ -118,10 +138,9 @@ def main(
     if tokens > 1:
         case = [name for name in case if baselines.kinds(CASES[name][0], drafts=True)]
     batch = batch or ("1,8,32,256" if tokens == 1 else "1,8,32,256,512")
-    cells = [(name, int(rows), fmt) for name in case for rows in batch.split(",") for fmt in formats.split(",")]
+    cells = cells_of(case, batch, formats)
     if only_compile:
-        first, every = map(int, only_compile.split("/"))
-        for cell in cells[first::every]:
+        for cell in share(cells, only_compile):
             _Ours(*cell, layers=1, staggered=True, steps=steps).step()
         torch.cuda.synchronize()
         return

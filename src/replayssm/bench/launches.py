@@ -21,7 +21,18 @@ from rich.table import Table
 from replayssm import kernels
 from replayssm.bench import append_rows
 from replayssm.bench import kernels as kernels_bench
-from replayssm.bench.kernels import CASES, Steps
+from replayssm.bench.kernels import (
+    CASES,
+    AcceptedOption,
+    BatchOption,
+    CaseOption,
+    CommitOption,
+    FormatOption,
+    Steps,
+    TokensOption,
+    WindowOption,
+    cells_of,
+)
 from replayssm.compare import provenance
 from replayssm.formats_kernel import needs_whole_rows
 
@@ -55,14 +66,14 @@ GROUPS: dict[str, list[dict[str, int]]] = {
 
 
 def main(
-    case: Annotated[list[str], typer.Option(help=f"Of {', '.join(CASES)}.")] = list(CASES),  # noqa: B006
-    batch: Annotated[str, typer.Option(help="Rows, several with commas.")] = "256",
-    formats: Annotated[str, typer.Option("--format", help="Storage formats, several with commas.")] = "fp32,split16",
-    window: Annotated[int, typer.Option(help="Committed records that may wait.")] = 16,
-    tokens: Annotated[int, typer.Option(help="Of a row and step: 1, or 1 + drafts.")] = 1,
-    accepted: Annotated[float, typer.Option(help="How many of a step's tokens count on average.")] = 1.0,
+    case: CaseOption = list(CASES),  # noqa: B006
+    batch: BatchOption = "256",
+    formats: FormatOption = "fp32,split16",
+    window: WindowOption = 16,
+    tokens: TokensOption = 1,
+    accepted: AcceptedOption = 1.0,
     group: Annotated[list[str], typer.Option(help=f"Of {', '.join(GROUPS)}.")] = list(GROUPS)[:-1],  # noqa: B006
-    commit: Annotated[str | None, typer.Option(help="The commit that runs, where there is no git.")] = None,
+    commit: CommitOption = None,
     seconds: Annotated[float, typer.Option(help="Start nothing more after so long.")] = 3600.0,
     only_compile: Annotated[
         str | None, typer.Option(help="I/N: compile every N-th choice from the I-th, measure nothing.")
@@ -71,11 +82,10 @@ def main(
 ) -> None:
     """Times of launch choices on a GPU."""
     steps, started = Steps(window, tokens, accepted), time.monotonic()
-    cells = [(name, int(rows), fmt) for name in case for rows in batch.split(",") for fmt in formats.split(",")]
+    cells = cells_of(case, batch, formats)
     if only_compile:
-        first, every = map(int, only_compile.split("/"))
         choices = [(cell, change) for cell in cells for name in group for change in ({}, *GROUPS[name])]
-        for cell, change in choices[first::every]:
+        for cell, change in kernels_bench.share(choices, only_compile):
             if allowed(cell[0], cell[2], change):
                 with changed(change):
                     kernels_bench._Ours(*cell, layers=1, staggered=True, steps=steps).step()

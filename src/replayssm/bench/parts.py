@@ -11,7 +11,6 @@ outputs of a step that lacks a part mean nothing. At so small a batch that all i
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 from unittest import mock
 
@@ -21,10 +20,21 @@ from rich.console import Console
 from rich.table import Table
 
 from replayssm import kernels, plan, recurrences
-from replayssm.bench import append_rows
+from replayssm.bench import append_rows, launches
 from replayssm.bench import kernels as kernels_bench
-from replayssm.bench.kernels import CASES, WINDOW, Steps
-from replayssm.bench.launches import changed
+from replayssm.bench.kernels import (
+    CASES,
+    WINDOW,
+    AcceptedOption,
+    BatchOption,
+    CaseOption,
+    CommitOption,
+    FormatOption,
+    Steps,
+    TokensOption,
+    WindowOption,
+    cells_of,
+)
 from replayssm.catalogue import ACTIVATION
 from replayssm.compare import provenance
 from replayssm.ring import in_one_launch
@@ -63,18 +73,18 @@ def only(part: str) -> ExitStack:
     else:
         stack.enter_context(mock.patch.object(kernels, "read_kernel", left))
     if part == "carry":
-        stack.enter_context(changed({"flush_programs": 0}))
+        stack.enter_context(launches.changed({"flush_programs": 0}))
     return stack
 
 
 def main(
-    case: Annotated[list[str], typer.Option(help=f"Of {', '.join(CASES)}.")] = list(CASES),  # noqa: B006
-    batch: Annotated[str, typer.Option(help="Rows, several with commas.")] = "256",
-    formats: Annotated[str, typer.Option("--format", help="Storage formats, several with commas.")] = "fp32,split16",
-    window: Annotated[int, typer.Option(help="Committed records that may wait.")] = WINDOW,
-    tokens: Annotated[int, typer.Option(help="Of a row and step: 1, or 1 + drafts.")] = 1,
-    accepted: Annotated[float, typer.Option(help="How many of a step's tokens count on average.")] = 1.0,
-    commit: Annotated[str | None, typer.Option(help="The commit that runs, where there is no git.")] = None,
+    case: CaseOption = list(CASES),  # noqa: B006
+    batch: BatchOption = "256",
+    formats: FormatOption = "fp32,split16",
+    window: WindowOption = WINDOW,
+    tokens: TokensOption = 1,
+    accepted: AcceptedOption = 1.0,
+    commit: CommitOption = None,
     seconds: Annotated[float, typer.Option(help="Start nothing more after so long.")] = 3600.0,
     only_compile: Annotated[
         str | None, typer.Option(help="I/N: compile the kernels of every N-th cell from the I-th, measure nothing.")
@@ -83,13 +93,12 @@ def main(
 ) -> None:
     """The parts of a layer's step on a GPU: times, bytes, share of the read ceiling."""
     steps, started = Steps(window, tokens, accepted), time.monotonic()
-    cells = [(name, int(rows), fmt) for name in case for rows in batch.split(",") for fmt in formats.split(",")]
+    cells = cells_of(case, batch, formats)
     for name, rows, _ in cells:
         if in_one_launch(rows, CASES[name][1].H):
             raise typer.BadParameter(f"--batch must be larger: {rows} rows of {name} are one launch, without parts.")
     if only_compile:
-        first, every = map(int, only_compile.split("/"))
-        for cell in cells[first::every]:
+        for cell in kernels_bench.share(cells, only_compile):
             for part in ("read", "carry"):
                 with only(part):
                     kernels_bench._Ours(*cell, layers=1, staggered=True, steps=steps).step()
@@ -149,6 +158,4 @@ def measure(case: str, rows: int, fmt: str, of: Steps, ceiling: dict[str, float]
 def timed(case: str, rows: int, fmt: str, of: Steps, part: str) -> float:
     """Microseconds per layer step of one part (all: the whole step)."""
     with ExitStack() if part == "all" else only(part):
-        times = kernels_bench.timed(case, rows, fmt, of, True, windows=4)[1]
-    torch.cuda.empty_cache()
-    return median(kernels_bench.means(times, of.window))
+        return launches.timed(case, rows, fmt, of, {})
