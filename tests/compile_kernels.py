@@ -114,7 +114,7 @@ def jobs(
     recurrence, (H, G, V, K) = recurrences.get(name), size
     module, delta, R = recurrence.kernel(), recurrence.delta, WINDOW + tokens
     PDL = not amd
-    sizes = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": kernels.columns(K)}
+    sizes = {"H": H, "G": G, "N": H if delta else G, "V": V, "K": K, "R": R, "BK": kernels.columns(K), "P": 2}
     sizes |= {"CHANNEL": recurrence.channel_gate}
     carrying = sizes | {
         "T": tokens, "L": WIDTH - 1 + tokens, "W": WIDTH, **kernels.tiles(recurrence, WINDOW, tokens, torch.bfloat16),
@@ -143,10 +143,11 @@ def jobs(
         for rows in ROWS:
             chosen = kernels.launch(recurrence, Geometry(*size), fmt, rows, tokens)
             reading = carrying | {
-                "N": H if delta else G, "P": 2, "BV": chosen.read_v,
+                "BV": chosen.read_v,
                 "BR": max(16, triton.next_power_of_2(WINDOW + tokens)),
             }  # fmt: skip
-            types = planes | step | outputs
+            answers = chosen.answers and formats_kernel.stores_floats(fmt)
+            types = planes | step | outputs | {"answer": "*fp32" if answers else None}
             if tokens == 1 and not formats_kernel.in_bf16(fmt):
                 types["t"] = "*fp32"
             if chosen.together:

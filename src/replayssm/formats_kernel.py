@@ -115,6 +115,12 @@ def needs_whole_rows(FORMAT: Any) -> bool:
 
 
 @triton.constexpr_function
+def stores_floats(FORMAT: Any) -> bool:
+    """Whether `store` returns what tokens will read: numbers without a scale, of which there is no other copy."""
+    return described(FORMAT).copy is None and not needs_whole_rows(FORMAT)
+
+
+@triton.constexpr_function
 def reads_the_update(FORMAT: Any) -> bool:
     """Whether what tokens read is all that a flush needs: decode_read's tile, scaled, is load_update's."""
     fmt = described(FORMAT)
@@ -552,26 +558,31 @@ def store_float(
     planes, slot, i_h, o_v, b_s, random, from_k, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
     KIND: tl.constexpr, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Store a kind without a scale, from column from_k on."""
+    """Store a kind without a scale, from column from_k on; returns what tokens read, as fetch_read has it."""
     if KIND == "split16":
         bits = tl.where(b_s == b_s, b_s.to(tl.int32, bitcast=True), 0x7FC00000)
         upper = (bits + 0x8000) >> 16
         high = upper.to(tl.int16).to(tl.bfloat16, bitcast=True)
         store_elements(planes[FIRST], slot, i_h, o_v, high, V, K, BK, from_k)
         store_elements(planes[FIRST + 1], slot, i_h, o_v, (bits - (upper << 16)).to(tl.int16), V, K, BK, from_k)
+        return high
     elif KIND == "fp16":
         kept = tl.where(b_s == b_s, clamp(b_s, 65504.0), b_s)
         if STOCHASTIC:
             kept = round_float(kept, random, 10, -14, True)
-        store_elements(planes[FIRST], slot, i_h, o_v, kept.to(tl.float16), V, K, BK, from_k)
+        half = kept.to(tl.float16)
+        store_elements(planes[FIRST], slot, i_h, o_v, half, V, K, BK, from_k)
+        return half
     elif KIND == "bf16":
         kept = tl.where(b_s == b_s, clamp(b_s, 3.3895313892515355e38), b_s)
         # by hand: the interpreter's conversion truncates
         bits = round_float(kept, random, 7, -126, STOCHASTIC).to(tl.int32, bitcast=True)
         high = tl.where(b_s == b_s, bits >> 16, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
         store_elements(planes[FIRST], slot, i_h, o_v, high, V, K, BK, from_k)
+        return high
     else:
         store_elements(planes[FIRST], slot, i_h, o_v, b_s, V, K, BK, from_k)
+        return b_s
 
 
 @triton.jit
@@ -579,11 +590,12 @@ def store_kind(
     planes, slot, i_h, o_v, b_s, random, from_k, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
     KIND: tl.constexpr, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Store one kind, planes from FIRST on."""
+    """Store one kind, planes from FIRST on; returns what tokens read, as fetch_read has it, or (with scales) b_s."""
     if KIND == "fp8" or KIND == "int8" or KIND == "fp4" or KIND == "mxfp4":
         store_scaled(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, KIND, FIRST, STOCHASTIC)
+        return b_s
     else:
-        store_float(planes, slot, i_h, o_v, b_s, random, from_k, V, K, BK, KIND, FIRST, STOCHASTIC)
+        return store_float(planes, slot, i_h, o_v, b_s, random, from_k, V, K, BK, KIND, FIRST, STOCHASTIC)
 
 
 @triton.jit
@@ -591,7 +603,7 @@ def store(
     planes, slot, i_h, o_v, b_s, key, noise_slot, flush, from_k, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Encode rows o_v of a head, b_s [BV, BK] fp32, and store all planes.
+    """Encode rows o_v of a head, b_s [BV, BK] fp32, and store all planes; returns what tokens read if stores_floats.
 
     | Name       | Shape | Dtype | Dir | Meaning                                                   |
     | planes     | tuple |       | out | as in fetch_read                                          |
@@ -609,9 +621,10 @@ def store(
         if STOCHASTIC:
             random = noise(key, noise_slot, flush, i_h, o_v, from_k, V, K, BV, BK)
         store_residual(planes, slot, i_h, o_v, code, ratio, random, V, K, BV, BK, FORMAT)
+        return b_s
     else:
         if COPY is not None:
             store_kind(planes, slot, i_h, o_v, b_s, 0, from_k, V, K, BV, BK, COPY, 0, False)
         if STOCHASTIC:
             random = noise(key, noise_slot, flush, i_h, o_v, from_k, V, K, BV, BK)
-        store_kind(planes, slot, i_h, o_v, b_s, random, from_k, V, K, BV, BK, KIND, FIRST, STOCHASTIC)
+        return store_kind(planes, slot, i_h, o_v, b_s, random, from_k, V, K, BV, BK, KIND, FIRST, STOCHASTIC)

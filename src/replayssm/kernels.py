@@ -40,6 +40,7 @@ from replayssm.formats_kernel import (
     read_parts,
     scaled,
     store,
+    stores_floats,
     summed,
     update_parts,
 )
@@ -117,6 +118,40 @@ def load_columns(p, o, BN: tl.constexpr, P: tl.constexpr):
     """Parts side by side (store_parts) of entries o as a tile [len(o), BN] for a product: zero beyond the P."""
     o_n = tl.arange(0, BN)
     return tl.load(p + o[:, None] * P + o_n, mask=o_n < P, other=0.0)
+
+
+@triton.jit
+def multiplied(
+    b_y, b_s, p_t, from_k, length,
+    T: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
+    FORMAT: tl.constexpr,
+):  # fmt: skip
+    """b_y + S0 t for BB columns from from_k on: b_s [BV, BB] as fetch_read has it or (PARTS below) decoded.
+
+    b_y is [BV, BN], of tokens or (T = 1) of t's parts, by products on tensor cores. Or (T = 1, S0 not in bf16) [BV].
+    """
+    o_k, o_n = from_k + tl.arange(0, BB), tl.arange(0, BN)
+    if T > 1:
+        PARTS: tl.constexpr = read_parts(FORMAT)
+        m = o_n < length if divides(BB, K) else (o_n < length) & (o_k < K)[:, None]
+        for i in tl.static_range(PT):
+            b_t = tl.load(p_t + i * T * K + o_n * K + o_k[:, None], mask=m, other=0.0)
+            b_y = add_product(b_y, b_s, b_t, min(PARTS, P - i), 1)
+    elif in_bf16(FORMAT):
+        m = o_n < PT if divides(BB, K) else (o_n < PT) & (o_k < K)[:, None]
+        b_y = add_product(b_y, b_s, tl.load(p_t + o_k[:, None] * PT + o_n, mask=m, other=0.0), 1, 1)
+    else:
+        b_y += tl.sum(b_s.to(tl.float32) * load_part(p_t + o_k, None if divides(BB, K) else o_k < K), 1)
+    return b_y
+
+
+@triton.jit
+def load_part(p, mask):
+    """A load whose mask may be None: all of it is there."""
+    if mask is None:
+        return tl.load(p)
+    else:
+        return tl.load(p, mask=mask, other=0.0)
 
 
 # ---- a step's inputs ----
@@ -300,6 +335,12 @@ def publish(ready, table, i_b, at, B):
 
 
 @triton.jit
+def unit_of(i_h, J: tl.constexpr, BJ: tl.constexpr):
+    """The first of the heads that are carried with head i_h, J to a key group and BJ at a time: its place in ready."""
+    return i_h // J * J + i_h % J // BJ * BJ
+
+
+@triton.jit
 def await_number(ready, slot, number, at):
     """Until place `at` was published. Who publishes runs before, or (PDL) has begun before, in all its programs."""
     while tl.atomic_add(ready.data + slot * ready.slot + at, 0, sem="acquire") != number:
@@ -308,18 +349,19 @@ def await_number(ready, slot, number, at):
 
 @triton.jit
 def prepare_kernel(
-    planes, key, inputs, ring, weights, table, ready, parent, kin, q, t, c, ends, B, flushers, part,
-    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    L: tl.constexpr, W: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BJ: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr, CHANNEL: tl.constexpr,
-    DELTA: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr, CHUNKS: tl.constexpr,
-    CN: tl.constexpr, PDL: tl.constexpr,
+    planes, key, inputs, ring, weights, table, ready, parent, kin, q, t, c, ends, answer, B, flushers, part,
+    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
+    CHANNEL: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr,
+    CHUNKS: tl.constexpr, CN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """All that a read awaits: the first flushers programs flush, the others carry; each goes through its share.
+    """All that a read awaits: the last flushers programs flush, those before carry; each goes through its share.
 
-    Flush: `part` rows of V of a head of a row that is due, BF at a time, by the list of such rows, empty or not. Append
-    and carry: BJ heads of a key group and row, rows in order. It begins before the launch in front of it has ended, and
-    awaits that.
+    Append and carry: BJ heads of a key group and row, rows in order. Flush: `part` rows of V of a head of a row that is
+    due, BF at a time, by the list of such rows, empty or not. While a tile is there it is also multiplied by the carried
+    queries, once they are there (programs that carry have begun before): a read of that row needs no checkpoint. The
+    launch begins before the one in front of it has ended, and awaits that.
 
     | Name       | Shape          | Dtype  | Dir    | Meaning                                                  |
     | planes     | by format      |        | in/out | checkpoints of the rows that are due                     |
@@ -331,6 +373,7 @@ def prepare_kernel(
     |            |                |        |        | part of a head) are in memory                            |
     | parent     | [B, T]         | int32  | in     | of a tree, else None; kin [B, T, T] likewise             |
     | q          | [B, G, T, K]   |        | out    | scratch where T > 1: queries as the convolution left them|
+    | answer     | [B, H, T, V]   | fp32   | out    | S0 t of the rows that were due, or None                  |
     | Of one token (T = 1):
     | t          | [B, N, K]      | fp32   | out    | carried queries of N = G or H heads,                     |
     |            | or [B, N, K,PT]| bf16   |        | or their parts side by side                              |
@@ -343,17 +386,18 @@ def prepare_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    i = tl.program_id(0)
-    if i < flushers:
+    i, carriers = tl.program_id(0), tl.num_programs(0) - flushers
+    if i >= carriers:
         if CHUNKS > 0:
+            i -= carriers
             parts = (V + part - 1) // part
             i_n = i // (H * parts)
             i_b = tl.load(table + 6 * B + i_n, mask=i_n < B, other=-1)
             while i_b >= 0:
                 i_h, i_v = i // parts % H, i % parts
                 flush_rows(
-                    planes, key, ring, table, i_b, i_h, i_v * part, tl.minimum((i_v + 1) * part, V), B,
-                    H, G, V, K, R, CHANNEL, BF, BK, BB, DELTA, FORMAT, CHUNKS, CN,
+                    planes, key, ring, table, ready, t, answer, i_b, i_h, i_v * part, tl.minimum((i_v + 1) * part, V),
+                    B, T, H, G, N, V, K, R, P, PT, CHANNEL, BF, BK, BB, BT, BJ, DELTA, FORMAT, CHUNKS, CN,
                 )  # fmt: skip
                 publish(ready, table, i_b, H + i_h * parts + i_v, B)
                 i += flushers
@@ -362,7 +406,6 @@ def prepare_kernel(
     else:
         J: tl.constexpr = H // G
         units: tl.constexpr = (J + BJ - 1) // BJ
-        i -= flushers
         while i < B * (G * units):
             i_b, i_u = i // (G * units), i % (G * units)
             if tl.load(table + i_b) >= 0:
@@ -374,12 +417,12 @@ def prepare_kernel(
                     T, H, G, V, K, R, L, W, PT, BP, BT, BK, BJ, BC, CHANNEL, GATES,
                 )  # fmt: skip
                 publish(ready, table, i_b, i_h, B)
-            i += tl.num_programs(0) - flushers
+            i += carriers
 
 
 @triton.jit
 def read_tile(
-    planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, ends, y, skip, gate, i_b, i_h, i_v, B,
+    planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, ends, answer, y, skip, gate, i_b, i_h, i_v, B,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     P: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
     FORMAT: tl.constexpr, BB: tl.constexpr, STAGES: tl.constexpr,
@@ -387,11 +430,13 @@ def read_tile(
     """y = (c_0 S0 t + sum_j c_j v_j + D v) silu(z) for row i_b, head i_h, part i_v of V.
 
     S0 [BV, BK] comes as stored (fetch_read) and is decoded when the carry is there: few registers wait. Or (BB < BK, no
-    scales) it is fetched here, BB columns at a time, STAGES such blocks on their way at most.
+    scales) it is fetched here, BB columns at a time, STAGES such blocks on their way at most. Of a row that was flushed
+    S0 t may be there already (answer); it has no records but the token's own.
 
     | Name          | Shape          | Dtype  | Dir | Meaning                                       |
     | ring          | Ring           |        | in  | records                                       |
     | t, c, ends    | prepare_kernel |        | in  |                                               |
+    | answer        | prepare_kernel |        | in  | None where the checkpoint is read             |
     | y             | [B, T, H, V]   |        | out | T is 1                                        |
     | skip          | [H, V]         |        | in  | D as a Field (strides of H and V), or None    |
     | gate          | [B, T, H, V]   |        | in  | z as a Field, or None                         |
@@ -406,26 +451,26 @@ def read_tile(
     m_v = None if EXACT else o_v < V
     m_p = (o_p < before)[:, None] if EXACT else (o_p < before)[:, None] & (o_v < V)
     p_v = ring.v.data + slot * ring.v.slot + (i_h * (R * V) + i_v * BV)
-    b_v = tl.load(p_v + ((first + o_p) % R * V)[:, None] + o_x, mask=m_p, other=0.0)
+    if answer is None:
+        b_v = tl.load(p_v + ((first + o_p) % R * V)[:, None] + o_x, mask=m_p, other=0.0)
     if ready is not None:
-        await_number(ready, slot, number, i_h // (H // G) * (H // G) + i_h % (H // G) // BJ * BJ)
+        await_number(ready, slot, number, unit_of(i_h, H // G, BJ))
     b_own = load_part(p_v + (first + before) % R * V + o_x, m_v).to(tl.float32)
     p_ends = ends + (row * H + i_h) * 2
     decay, own = tl.load(p_ends), tl.load(p_ends + 1)
     # (1) y = c_0 S0 t + c . v
-    b_c = load_columns(c + (row * H + i_h) * (BP * P), o_p, BN, P)
     p_t = t + (row * N + i_h // (H // N)) * (K * (P if in_bf16(FORMAT) else 1))
-    if in_bf16(FORMAT):
-        o_n = tl.arange(0, BN)
+    if answer is not None:
+        b_y = load_part(answer + (row * H + i_h) * V + o_v, m_v) * decay
+    elif in_bf16(FORMAT):
+        b_c = load_columns(c + (row * H + i_h) * (BP * P), o_p, BN, P)
         b_y = tl.zeros([BV, BN], tl.float32)
         for n in tl.range((K + BB - 1) // BB, num_stages=STAGES):
-            o_k = n * BB + tl.arange(0, BB)
-            m_t = o_n < P if divides(BB, K) else (o_n < P) & (o_k < K)[:, None]
             b_s = codes if BB == BK else fetch_read(planes, slot, i_h, o_v, V, K, BB, FORMAT, n * BB)[0]
-            b_t = tl.load(p_t + o_k[:, None] * P + o_n, mask=m_t, other=0.0)
-            b_y = add_product(b_y, b_s, b_t, 1, 1)
+            b_y = multiplied(b_y, b_s, p_t, n * BB, 1, 1, K, P, P, BN, BB, FORMAT)
         b_y = tl.sum(add_product(b_y * decay, tl.trans(b_v), b_c, parts_of(b_v.dtype), 1), 1)
     else:
+        b_c = load_columns(c + (row * H + i_h) * (BP * P), o_p, BN, P)
         o_k = tl.arange(0, BK)
         b_t = load_part(p_t + o_k, None if K == BK else o_k < K)
         tile, scale = decode_read(codes, blocks, rows, BV, BK, FORMAT)
@@ -448,17 +493,8 @@ def read_tile(
 
 
 @triton.jit
-def load_part(p, mask):
-    """A load whose mask may be None: all of it is there."""
-    if mask is None:
-        return tl.load(p)
-    else:
-        return tl.load(p, mask=mask, other=0.0)
-
-
-@triton.jit
 def read_tokens(
-    planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B,
+    planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, answer, y, skip, gate, i_b, i_h, i_v, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr, BJ: tl.constexpr, FORMAT: tl.constexpr, BB: tl.constexpr, STAGES: tl.constexpr,
@@ -468,34 +504,32 @@ def read_tokens(
     Products are as exact as P parts: 2 for an output of 16 bits, 3 for fp32.
     """
     KIND: tl.constexpr = read_kind(FORMAT)
-    PARTS: tl.constexpr = read_parts(FORMAT)
     _slot, first, before, length, _end, row = load_row(table, i_b, B)
     o_r, o_t, o_v = tl.arange(0, BR), tl.arange(0, BT), i_v * BV + tl.arange(0, BV)
     m_r, m_t, m_v = o_r < before + length, o_t < length, (o_v < V)[:, None]
     if ready is not None:
-        await_number(ready, slot, number, i_h // (H // G) * (H // G) + i_h % (H // G) // BJ * BJ)
+        await_number(ready, slot, number, unit_of(i_h, H // G, BJ))
     p_v = ring.v.data + slot * ring.v.slot + i_h * R * V + o_v[:, None]
     b_v = tl.load(p_v + (first + o_r) % R * V, mask=m_v & m_r, other=0.0)
     p_c = c + (row * H + i_h) * (T * (1 + R)) + o_t * (1 + R)
     b_c = tl.load(p_c + 1 + o_r[:, None], mask=m_r[:, None] & m_t, other=0.0)
     # (1) y = c_0 S0 t + c . v; scales of rows multiply sums, those of blocks do not
     scale = 1.0
-    if BB == BK:
+    if BB == BK and answer is None:
         if in_bf16(FORMAT):
             whole = codes
         else:
             whole, scale = decode_read(codes, blocks, rows, BV, BK, FORMAT)
             if KIND == "fp4" or KIND == "mxfp4":
                 whole, scale = scaled(whole, scale, KIND), 1.0
-    p_t = t + (row * N + i_h // (H // N)) * (PT * T * K) + o_t * K
-    b_y = tl.zeros([BV, BT], tl.float32)
-    for n in tl.range((K + BB - 1) // BB, num_stages=STAGES):
-        o_k = n * BB + tl.arange(0, BB)[:, None]
-        m_x = m_t if divides(BB, K) else m_t & (o_k < K)
-        b_s = whole if BB == BK else fetch_read(planes, slot, i_h, o_v, V, K, BB, FORMAT, n * BB)[0]
-        for i in tl.static_range(PT):
-            b_t = tl.load(p_t + i * T * K + o_k, mask=m_x, other=0.0)
-            b_y = add_product(b_y, b_s, b_t, min(PARTS, P - i), 1)
+    p_t = t + (row * N + i_h // (H // N)) * (PT * T * K)
+    if answer is not None:
+        b_y = tl.load(answer + ((row * H + i_h) * T + o_t) * V + o_v[:, None], mask=m_v & m_t, other=0.0)
+    else:
+        b_y = tl.zeros([BV, BT], tl.float32)
+        for n in tl.range((K + BB - 1) // BB, num_stages=STAGES):
+            b_s = whole if BB == BK else fetch_read(planes, slot, i_h, o_v, V, K, BB, FORMAT, n * BB)[0]
+            b_y = multiplied(b_y, b_s, p_t, n * BB, length, T, K, P, PT, BT, BB, FORMAT)
     b_y *= (scale * tl.full([BV], 1.0, tl.float32))[:, None] * tl.load(p_c, mask=m_t, other=0.0)
     b_y = add_product(b_y, b_v, b_c, min(parts_of(b_v.dtype), P), P)
     # (2) skip and output gate
@@ -523,21 +557,29 @@ def zero_tile(y, row, i_h, i_v, T: tl.constexpr, H: tl.constexpr, V: tl.constexp
 
 @triton.jit
 def flush_rows(
-    planes, key, ring, table, i_b, i_h, from_v, behind_v, B,
-    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    BV: tl.constexpr, BK: tl.constexpr, BB: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
+    planes, key, ring, table, ready, t, answer, i_b, i_h, from_v, behind_v, B,
+    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, CHANNEL: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+    BB: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
     CHUNKS: tl.constexpr, CN: tl.constexpr,
 ):  # fmt: skip
     """Fold the records in front of row i_b's ring_start into rows from_v to behind_v of head i_h, in place.
 
     Tiles of BV rows, in blocks of BB columns; rows with a scale are written whole. There are CHUNKS chunks of CN
     records at most. With one, gdn reads a tile twice, to ask it and to fold into it, and keeps little in registers.
+    S0 t of the new S0, as it is stored, goes into `answer` (or None) once t is there.
     """
-    slot, first, _, _, _, _ = load_row(table, i_b, B)
-    folds, flush = tl.load(table + 4 * B + i_b), tl.load(table + 8 * B + i_b)
+    slot, first, _, length, _, row = load_row(table, i_b, B)
+    folds, number, flush = tl.load(table + 4 * B + i_b), tl.load(table + 7 * B + i_b), tl.load(table + 8 * B + i_b)
     first = (first + R - folds) % R
+    PARTS: tl.constexpr = PT if T > 1 or in_bf16(FORMAT) else 1
+    TILE: tl.constexpr = [BV, BN] if T > 1 or in_bf16(FORMAT) else [BV]
+    p_t = t + (row * N + i_h // (H // N)) * (PARTS * T * K)
+    p_y = None if answer is None else answer + (row * H + i_h) * (T * V)
     if CHUNKS == 1 and not CHANNEL:
         gathered = gather(ring, slot, first, folds, i_h, H, G, K, R, BB, DELTA, CN)
+        if answer is not None:
+            await_number(ready, slot, number, unit_of(i_h, H // G, BJ))
         while from_v < behind_v:
             o_v, b_w = from_v + tl.arange(0, BV), 0.0
             if DELTA:
@@ -548,28 +590,48 @@ def flush_rows(
                     b_w = ask(b_w, b_s, chunk, update_parts(FORMAT))
             b_u = values(load_values(ring, slot, first, folds, i_h, o_v, V, R, BV, CN), b_w, gathered, DELTA)
             WIDE: tl.constexpr = BK if needs_whole_rows(FORMAT) else BB
+            b_y = tl.zeros(TILE, tl.float32)
             for n in tl.range((K + WIDE - 1) // WIDE, num_stages=3):
                 b_s = load_update(planes, slot, i_h, o_v, V, K, BV, WIDE, FORMAT, n * WIDE)
                 chunk = load_chunk(ring, slot, first, folds, i_h, n * WIDE, H, G, K, R, WIDE, DELTA, CN)
                 b_s = fold_in(b_s, b_u, chunk, gathered)
                 if needs_whole_rows(FORMAT):
                     tl.debug_barrier()  # all threads have loaded what is written over
-                store(planes, slot, i_h, o_v, b_s, key, slot, flush, n * WIDE, V, K, BV, WIDE, FORMAT)
+                b_s = store(planes, slot, i_h, o_v, b_s, key, slot, flush, n * WIDE, V, K, BV, WIDE, FORMAT)
+                if answer is not None:
+                    b_y = multiplied(b_y, b_s, p_t, n * WIDE, length, T, K, P, PT, BN, WIDE, FORMAT)
+            store_answer(p_y, b_y, o_v, length, T, V, BN)
             from_v += BV
     else:
+        if answer is not None:
+            await_number(ready, slot, number, unit_of(i_h, H // G, BJ))
         while from_v < behind_v:
             o_v = from_v + tl.arange(0, BV)
             b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BK, FORMAT)
             b_s = fold_tile(b_s, ring, slot, first, folds, i_h, o_v, H, G, V, K, R, CHANNEL, BV, BK, DELTA)
             if needs_whole_rows(FORMAT):
                 tl.debug_barrier()
-            store(planes, slot, i_h, o_v, b_s, key, slot, flush, 0, V, K, BV, BK, FORMAT)
+            b_s = store(planes, slot, i_h, o_v, b_s, key, slot, flush, 0, V, K, BV, BK, FORMAT)
+            if answer is not None:
+                b_y = multiplied(tl.zeros(TILE, tl.float32), b_s, p_t, 0, length, T, K, P, PT, BN, BK, FORMAT)
+                store_answer(p_y, b_y, o_v, length, T, V, BN)
             from_v += BV
 
 
 @triton.jit
+def store_answer(p, b_y, o_v, length, T: tl.constexpr, V: tl.constexpr, BN: tl.constexpr):
+    """S0 t of rows o_v, as `multiplied` has it, into [T, V]; p may be None."""
+    if p is not None:
+        if T > 1:
+            o_n = tl.arange(0, BN)
+            tl.store(p + o_n * V + o_v[:, None], b_y, mask=(o_n < length) & (o_v < V)[:, None])
+        else:
+            tl.store(p + o_v, b_y if len(b_y.shape) == 1 else tl.sum(b_y, 1), mask=o_v < V)
+
+
+@triton.jit
 def read_kernel(
-    planes, ring, table, ready, t, c, ends, y, skip, gate, part,
+    planes, ring, table, ready, t, c, ends, answer, y, skip, gate, part,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
     BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BESIDE: tl.constexpr, FORMAT: tl.constexpr,
@@ -579,7 +641,7 @@ def read_kernel(
 
     planes: those of the format, as Pools. Bytes: V K read_bytes + (committed + T) V itemsize per
     row and head, and t, c, y. The checkpoint is on its way before the carry is awaited. A row that is due is awaited
-    first, where it was flushed BESIDE, by `part` rows of V.
+    first, where it was flushed BESIDE, by `part` rows of V; with `answer` its checkpoint is not read.
     """
     if PDL:
         gdc_launch_dependents()
@@ -596,17 +658,30 @@ def read_kernel(
                 while i_w * part < tl.minimum((i_v + 1) * BV, V):
                     await_number(ready, slot, number, H + i_h * parts + i_w)
                     i_w += 1
-        codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
-        if T > 1:
-            read_tokens(
-                planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, y, skip, gate, i_b, i_h, i_v, B,
-                T, H, G, N, V, K, R, P, PT, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
-            )  # fmt: skip
+        answered = folds > 0 if answer is not None else False
+        if answered:
+            if T > 1:
+                read_tokens(
+                    planes, 0, 1.0, 1.0, ring, slot, number, table, ready, t, c, answer, y, skip, gate, i_b, i_h, i_v,
+                    B, T, H, G, N, V, K, R, P, PT, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
+                )  # fmt: skip
+            else:
+                read_tile(
+                    planes, 0, 1.0, 1.0, ring, slot, number, table, ready, t, c, ends, answer, y, skip, gate, i_b, i_h,
+                    i_v, B, H, G, N, V, K, R, PT, BP, BT, BV, BK, BJ, FORMAT, BB, STAGES,
+                )  # fmt: skip
         else:
-            read_tile(
-                planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, ends, y, skip, gate, i_b, i_h, i_v,
-                B, H, G, N, V, K, R, PT, BP, BT, BV, BK, BJ, FORMAT, BB, STAGES,
-            )  # fmt: skip
+            codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
+            if T > 1:
+                read_tokens(
+                    planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, None, y, skip, gate, i_b, i_h,
+                    i_v, B, T, H, G, N, V, K, R, P, PT, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
+                )  # fmt: skip
+            else:
+                read_tile(
+                    planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, ends, None, y, skip, gate, i_b,
+                    i_h, i_v, B, H, G, N, V, K, R, PT, BP, BT, BV, BK, BJ, FORMAT, BB, STAGES,
+                )  # fmt: skip
     if PDL:
         if (i_b == B - 1) & (i_h == H - 1) & (i_v == tl.num_programs(0) - 1):
             gdc_wait()
@@ -638,8 +713,8 @@ def decode_kernel(
         if CHUNKS > 0:
             if folds > 0:
                 flush_rows(
-                    planes, key, ring, table, i_b, i_h, i_v * BV, tl.minimum((i_v + 1) * BV, V), B,
-                    H, G, V, K, R, CHANNEL, BF, BK, BB, DELTA, FORMAT, CHUNKS, CN,
+                    planes, key, ring, table, None, t, None, i_b, i_h, i_v * BV, tl.minimum((i_v + 1) * BV, V), B,
+                    T, H, G, N, V, K, R, P, PT, CHANNEL, BF, BK, BB, BT, 1, DELTA, FORMAT, CHUNKS, CN,
                 )  # fmt: skip
                 tl.debug_barrier()  # for other threads of this program
         codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
@@ -651,13 +726,13 @@ def decode_kernel(
         tl.debug_barrier()  # t, c and v are in memory, for other threads of this program
         if T > 1:
             read_tokens(
-                planes, codes, blocks, rows, ring, slot, 0, table, None, t, c, y, skip, gate, i_b, i_h, i_v, B,
+                planes, codes, blocks, rows, ring, slot, 0, table, None, t, c, None, y, skip, gate, i_b, i_h, i_v, B,
                 T, H, G, N, V, K, R, P, PT, BR, BT, BV, BK, 1, FORMAT, BK, 1,
             )  # fmt: skip
         else:
             read_tile(
-                planes, codes, blocks, rows, ring, slot, 0, table, None, t, c, ends, y, skip, gate, i_b, i_h, i_v, B,
-                H, G, N, V, K, R, PT, BP, BT, BV, BK, 1, FORMAT, BK, 1,
+                planes, codes, blocks, rows, ring, slot, 0, table, None, t, c, ends, None, y, skip, gate, i_b, i_h, i_v,
+                B, H, G, N, V, K, R, PT, BP, BT, BV, BK, 1, FORMAT, BK, 1,
             )  # fmt: skip
 
 
@@ -739,6 +814,7 @@ class Launch(NamedTuple):
         registers: the most registers of its threads, or of the one launch (NVIDIA): fewer programs at a time than fit
             would run, or the assembler would take fewer and spill. None: as it likes.
         carry_heads, carry_programs: heads of a key group that are carried at a time; so many programs go through rows.
+        answers: a flush also answers the row's tokens, where a format can (stores_floats).
         flush_v, flush_programs: rows of V of one part of a flush, 16 or more; so many programs go through all parts.
         fold_k: columns of K that are folded at a time, for FOLD_V rows of V.
     """
@@ -752,6 +828,7 @@ class Launch(NamedTuple):
     registers: int | None
     carry_heads: int
     carry_programs: int
+    answers: bool
     flush_v: int
     flush_programs: int
     fold_k: int
@@ -796,9 +873,11 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
     if scaled:
         prepare_warps = 4 if stored.copy and recurrence.channel_gate else 2
     elif tokens > 8 or (tokens > 1 and recurrence.channel_gate):
-        prepare_warps = 2
-    elif tokens > 1 or recurrence.delta:  # some spill, and more programs run
-        registers = 168 if tokens > 1 and recurrence.delta and not recurrence.channel_gate else 128
+        prepare_warps, registers = 2, 128 if recurrence.channel_gate else None
+    elif recurrence.delta and (tokens == 1 or recurrence.channel_gate):  # some spill, and more programs run
+        registers = 128
+    else:
+        registers = 128 if tokens > 1 and not recurrence.delta else 168
     if recurrence.delta:
         carry_heads = 1 if stored.copy and scaled else 2
     else:
@@ -813,6 +892,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         registers=255 if together else registers,
         carry_heads=min(carry_heads, heads),
         carry_programs=24,
+        answers=True,
         flush_v=16 if rows <= 64 or recurrence.channel_gate else V if V < 128 else 64,
         flush_programs=8,
         fold_k=min(columns(K), 32 if recurrence.delta or format == "fp32" or tokens > 1 else 64),
@@ -914,14 +994,14 @@ def decode(
         # as many tokens as records may wait: those are folded first, to make room
         start = (table[1] - table[4]) % R
         _launch_fold(recurrence, layer, table[0], start, table[4], table[8], layer.checkpoint, format)
-    sizes = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": columns(K)}
+    sizes = {"H": H, "G": G, "N": N, "V": V, "K": K, "R": R, "BK": columns(K), "P": exactness(y.dtype)}
     carrying = sizes | tile | {
         "T": T, "L": layer.conv.shape[1], "W": 1 if weights.conv_weight is None else weights.conv_weight.shape[1],
         "CHANNEL": recurrence.channel_gate, "CARRY": module.carry_tokens if T > 1 or products else module.carry,
         "GATES": module.gates,
     }  # fmt: skip
     reading = sizes | tile | {
-        "T": T, "N": N, "P": exactness(y.dtype), "BR": max(16, triton.next_power_of_2(window + T)),
+        "T": T, "BR": max(16, triton.next_power_of_2(window + T)),
     }  # fmt: skip
     CN = chunk_size(window, recurrence.delta and not products)
     flushing = sizes | {
@@ -945,14 +1025,17 @@ def decode(
     ready = Pool(layer.ready, layer.ready.stride(0))
     units, most = B * G * triton.cdiv(H // G, chosen.carry_heads), B * H * triton.cdiv(V, chosen.flush_v)
     flushers = min(most, chosen.flush_programs * processors(device)) if beside else 0
+    answer = None
+    if beside and chosen.answers and stores_floats(format):
+        answer = torch.empty(B, H, T, V, dtype=torch.float32, device=device)
     prepare_kernel[(flushers + (min(units, chosen.carry_programs * processors(device)) if PDL else units),)](
-        checkpoint, layer.key, inputs, ring, weights, table, ready, step.parent, step.kin, q, t, c, ends, B, flushers,
-        chosen.flush_v, **(carrying | flushing), PDL=PDL, BJ=chosen.carry_heads,
+        checkpoint, layer.key, inputs, ring, weights, table, ready, step.parent, step.kin, q, t, c, ends, answer, B,
+        flushers, chosen.flush_v, **(carrying | flushing), PDL=PDL, BJ=chosen.carry_heads,
         BC=triton.next_power_of_2(chosen.carry_heads * V), num_warps=chosen.prepare_warps,
         **early, **limited,
     )  # fmt: skip
     read_kernel[grid](
-        checkpoint, ring, table, ready, t, c, ends, *outputs, chosen.flush_v, **reading, PDL=PDL, FORMAT=format,
+        checkpoint, ring, table, ready, t, c, ends, answer, *outputs, chosen.flush_v, **reading, PDL=PDL, FORMAT=format,
         BV=chosen.read_v, BJ=chosen.carry_heads, BESIDE=beside, num_warps=chosen.read_warps,
         BB=chosen.read_k, STAGES=chosen.read_stages,
         **early,
