@@ -152,8 +152,9 @@ def jobs(
                 types["t"] = "*fp32"
             if chosen.together:
                 constants = carrying | reading | folding | {"BF": kernels.FOLD_V, "BB": chosen.fold_k, "PDL": PDL}
-                limits = chosen.read_warps, chosen.registers
-                found.append((f"decode {fmt}", kernels.decode_kernel, types | inputs, constants, *limits))
+                found.append(
+                    (f"decode {fmt}", kernels.decode_kernel, types | inputs, constants, chosen.read_warps, 255)
+                )
             else:
                 constants = reading | {
                     "BJ": chosen.carry_heads, "PDL": PDL, "BESIDE": True, "FORMAT": fmt, "BB": chosen.read_k,
@@ -166,8 +167,11 @@ def jobs(
                     "BC": triton.next_power_of_2(chosen.carry_heads * V),
                 }  # fmt: skip
                 types |= inputs | {"B": "i32", "flushers": "i32"}
-                limits = chosen.prepare_warps, chosen.registers
-                found.append((f"prepare {fmt}", kernels.prepare_kernel, types, constants, *limits))
+                for role, *limits in (
+                    ("carry", chosen.carry_warps, chosen.carry_registers),
+                    ("flush", chosen.flush_warps, chosen.flush_registers),
+                ):
+                    found.append((f"{role} {fmt}", kernels.prepare_kernel, types, constants | {"ROLE": role}, *limits))
         into = planes | {"into": pools, "ring": ring}
         into |= dict.fromkeys(("slots", "start", "counts", "flushes"), "*i64")
         folding |= {"BV": 16, "OUT": fmt, "IN_PLACE": True}
@@ -248,7 +252,8 @@ def drafts(arch: str, tokens: int) -> None:
     """One line per kernel of several tokens."""
     for name, sizes in SHAPES.items():
         for what, kernel, types, constants, warps, most in jobs(name, sizes[0], tokens, False):
-            if what in ("read fp32", "read split16", "decode fp32", "prepare fp32", "prepare split16"):
+            kind, fmt = what.split()
+            if what == "decode fp32" or (kind in ("read", "carry", "flush") and fmt in ("fp32", "split16")):
                 target = GPUTarget("cuda", int(arch), 32)
                 print(arch, name, tokens, what, resources(kernel, types, constants, warps, target, most), flush=True)
 

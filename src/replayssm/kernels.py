@@ -1,16 +1,16 @@
 """Implementation `triton`: what all recurrences share on a GPU. Imported only when a cache asks for it.
 
-One layer's step is two launches that overlap, at small batch one:
+One layer's step is three launches that overlap; at small batch the first two are one, then all of them:
 
-    prepare flushes: records of rows that are due are folded into their states (fold_kernel.py), some rows of V of a
-            head at a time. A few programs go through these parts
-            carries: convolution, gates, norms, append, then t and c (`carry` of recurrences/<name>/kernel.py), for a
-            row and some heads of a key group. A few more programs go through the rows, in order
+    carry   convolution, gates, norms, append, then t and c (`carry` of recurrences/<name>/kernel.py), for a row and some
+            heads of a key group. Some programs go through the rows, in order
+    flush   records of rows that are due are folded into their states (fold_kernel.py), some rows of V of a head at a
+            time, and the new state is multiplied by t at once. A few programs go through these parts
     read    y = c_0 S0 t + c . v, skip, output gate: one program per row, head and tile of V
 
-A launch begins when all programs of the one before have begun (programmatic dependence). What a read needs it awaits by
+A launch begins when all programs of the one before have begun (programmatic dependence). What it needs it awaits by
 name: `ready` holds, per slot and head, the newest step that was carried (or flushed). Where launches don't overlap,
-nothing is ever awaited. At small batch every program does the carry that it needs by itself.
+nothing is ever awaited. At the smallest batch every program does the carry that it needs by itself.
 
 Everything that changes from step to step is in device tensors (DeviceStep.table, cursors, rings). In Triton's
 interpreter (TRITON_INTERPRET=1) the same kernels run on a CPU, for tests. Layouts inside a slot are dense; the stride
@@ -354,9 +354,10 @@ def prepare_kernel(
     R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
     CHANNEL: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr,
-    CHUNKS: tl.constexpr, CN: tl.constexpr, PDL: tl.constexpr,
+    CHUNKS: tl.constexpr, CN: tl.constexpr, PDL: tl.constexpr, ROLE: tl.constexpr,
 ):  # fmt: skip
-    """All that a read awaits: the last flushers programs flush, those before carry; each goes through its share.
+    """All that a read awaits: the last flushers programs flush, those before carry; each goes through its share. Where
+    these are launches of their own, ROLE says which: it needs fewer registers then.
 
     Append and carry: BJ heads of a key group and row, rows in order. Flush: `part` rows of V of a head of a row that is
     due, BF at a time, by the list of such rows, empty or not. While a tile is there it is also multiplied by the carried
@@ -383,11 +384,12 @@ def prepare_kernel(
     | t          | [B, N,PT, T, K]| bf16   | out    | in PT parts that add up to them                          |
     | c          | [B, H, T, 1+R] | fp32   | out    | weights of S0 t, then of v by record number              |
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     i, carriers = tl.program_id(0), tl.num_programs(0) - flushers
-    if i >= carriers:
+    if PDL:
+        if ROLE != "flush":
+            gdc_wait()
+        gdc_launch_dependents()
+    if ROLE == "flush" or (ROLE == "both" and i >= carriers):
         if CHUNKS > 0:
             i -= carriers
             parts = (V + part - 1) // part
@@ -403,6 +405,9 @@ def prepare_kernel(
                 i += flushers
                 i_n = i // (H * parts)
                 i_b = tl.load(table + 6 * B + i_n, mask=i_n < B, other=-1)
+        if PDL and ROLE == "flush":
+            if tl.program_id(0) == flushers - 1:
+                gdc_wait()
     else:
         J: tl.constexpr = H // G
         units: tl.constexpr = (J + BJ - 1) // BJ
@@ -630,6 +635,29 @@ def store_answer(p, b_y, o_v, length, T: tl.constexpr, V: tl.constexpr, BN: tl.c
 
 
 @triton.jit
+def read_part(
+    planes, ring, slot, number, table, ready, t, c, ends, answer, y, skip, gate, i_b, i_h, i_v, B,
+    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, FORMAT: tl.constexpr, BB: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """read_tile or read_tokens, the checkpoint (unless there is an answer) on its way before the carry is awaited."""
+    codes, blocks, rows = 0, 1.0, 1.0
+    if answer is None:
+        codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
+    if T > 1:
+        read_tokens(
+            planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, answer, y, skip, gate, i_b, i_h, i_v, B,
+            T, H, G, N, V, K, R, P, PT, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
+        )  # fmt: skip
+    else:
+        read_tile(
+            planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, ends, answer, y, skip, gate, i_b, i_h,
+            i_v, B, H, G, N, V, K, R, PT, BP, BT, BV, BK, BJ, FORMAT, BB, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
 def read_kernel(
     planes, ring, table, ready, t, c, ends, answer, y, skip, gate, part,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
@@ -637,11 +665,11 @@ def read_kernel(
     BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BESIDE: tl.constexpr, FORMAT: tl.constexpr,
     PDL: tl.constexpr, BB: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """read_tile or read_tokens for every tile, head and row: grid (V / BV, H, B).
+    """read_part for every tile, head and row: grid (V / BV, H, B).
 
-    planes: those of the format, as Pools. Bytes: V K read_bytes + (committed + T) V itemsize per
-    row and head, and t, c, y. The checkpoint is on its way before the carry is awaited. A row that is due is awaited
-    first, where it was flushed BESIDE, by `part` rows of V; with `answer` its checkpoint is not read.
+    planes: those of the format, as Pools. Bytes: V K read_bytes + (committed + T) V itemsize per row and head, and t, c,
+    y. A row that is due is awaited first, where it was flushed BESIDE, by `part` rows of V; with `answer` its checkpoint
+    is not read.
     """
     if PDL:
         gdc_launch_dependents()
@@ -658,30 +686,21 @@ def read_kernel(
                 while i_w * part < tl.minimum((i_v + 1) * BV, V):
                     await_number(ready, slot, number, H + i_h * parts + i_w)
                     i_w += 1
-        answered = folds > 0 if answer is not None else False
-        if answered:
-            if T > 1:
-                read_tokens(
-                    planes, 0, 1.0, 1.0, ring, slot, number, table, ready, t, c, answer, y, skip, gate, i_b, i_h, i_v,
-                    B, T, H, G, N, V, K, R, P, PT, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
-                )  # fmt: skip
-            else:
-                read_tile(
-                    planes, 0, 1.0, 1.0, ring, slot, number, table, ready, t, c, ends, answer, y, skip, gate, i_b, i_h,
-                    i_v, B, H, G, N, V, K, R, PT, BP, BT, BV, BK, BJ, FORMAT, BB, STAGES,
-                )  # fmt: skip
+        if answer is None:
+            read_part(
+                planes, ring, slot, number, table, ready, t, c, ends, None, y, skip, gate, i_b, i_h, i_v, B,
+                T, H, G, N, V, K, R, P, PT, BP, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
+            )  # fmt: skip
+        elif folds > 0:
+            read_part(
+                planes, ring, slot, number, table, ready, t, c, ends, answer, y, skip, gate, i_b, i_h, i_v, B,
+                T, H, G, N, V, K, R, P, PT, BP, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
+            )  # fmt: skip
         else:
-            codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
-            if T > 1:
-                read_tokens(
-                    planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, None, y, skip, gate, i_b, i_h,
-                    i_v, B, T, H, G, N, V, K, R, P, PT, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
-                )  # fmt: skip
-            else:
-                read_tile(
-                    planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, ends, None, y, skip, gate, i_b,
-                    i_h, i_v, B, H, G, N, V, K, R, PT, BP, BT, BV, BK, BJ, FORMAT, BB, STAGES,
-                )  # fmt: skip
+            read_part(
+                planes, ring, slot, number, table, ready, t, c, ends, None, y, skip, gate, i_b, i_h, i_v, B,
+                T, H, G, N, V, K, R, P, PT, BP, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
+            )  # fmt: skip
     if PDL:
         if (i_b == B - 1) & (i_h == H - 1) & (i_v == tl.num_programs(0) - 1):
             gdc_wait()
@@ -810,9 +829,9 @@ class Launch(NamedTuple):
         read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
         read_k, read_stages: columns of K that it takes at a time, and how many such blocks are on their way at most.
             All at once, they are fetched before the carry is awaited.
-        prepare_warps: warps of a program that carries or flushes.
-        registers: the most registers of its threads, or of the one launch (NVIDIA): fewer programs at a time than fit
-            would run, or the assembler would take fewer and spill. None: as it likes.
+        apart: carry and flush are a launch each, with warps and registers of their own; else the carry's warps serve both.
+        carry_warps, flush_warps: warps of a program that carries or flushes.
+        carry_registers, flush_registers: the most registers of its threads, if apart (NVIDIA). None: as it likes.
         carry_heads, carry_programs: heads of a key group that are carried at a time; so many programs go through rows.
         answers: a flush also answers the row's tokens, where a format can (stores_floats).
         flush_v, flush_programs: rows of V of one part of a flush, 16 or more; so many programs go through all parts.
@@ -824,8 +843,11 @@ class Launch(NamedTuple):
     read_warps: int
     read_k: int
     read_stages: int
-    prepare_warps: int
-    registers: int | None
+    apart: bool
+    carry_warps: int
+    carry_registers: int | None
+    flush_warps: int
+    flush_registers: int | None
     carry_heads: int
     carry_programs: int
     answers: bool
@@ -869,17 +891,22 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         read_v, read_warps = 16 if recurrence.channel_gate else 32, 2
     else:
         read_v, read_warps = 16, 1
-    prepare_warps, registers = 1, None
+    # carries and flushes are short of programs that run at once: with fewer registers some spill, and are faster
+    carry_warps, flush_warps = 1, 1
+    flush_registers: int | None = 168
     if scaled:
-        prepare_warps = 4 if stored.copy and recurrence.channel_gate else 2
-    elif tokens > 8 or (tokens > 1 and recurrence.channel_gate):
-        prepare_warps, registers = 2, 128 if recurrence.channel_gate else None
-    elif recurrence.delta and (tokens == 1 or recurrence.channel_gate):  # some spill, and more programs run
-        registers = 128
+        flush_warps, flush_registers = 4 if stored.copy and recurrence.channel_gate else 2, None
+    if tokens > 8 or (tokens > 1 and recurrence.channel_gate):
+        carry_warps = 2
+        flush_warps = max(flush_warps, 2)
+    if recurrence.channel_gate:
+        carry_registers = 96 if tokens == 1 else 128
+    elif tokens > 8:
+        carry_registers = None
     else:
-        registers = 128 if tokens > 1 and not recurrence.delta else 168
+        carry_registers = 168 if tokens > 1 and recurrence.delta else 128
     if recurrence.delta:
-        carry_heads = 1 if stored.copy and scaled else 2
+        carry_heads = 2
     else:
         carry_heads = 8 if V <= 64 and rows >= 128 else 4
     return Launch(
@@ -888,8 +915,11 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         read_warps=read_warps,
         read_k=min(columns(K), read_k),
         read_stages=read_stages,
-        prepare_warps=prepare_warps,
-        registers=255 if together else registers,
+        apart=rows >= 64 or scaled,
+        carry_warps=carry_warps,
+        carry_registers=carry_registers,
+        flush_warps=flush_warps,
+        flush_registers=flush_registers,
         carry_heads=min(carry_heads, heads),
         carry_programs=24,
         answers=True,
@@ -897,6 +927,11 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         flush_programs=8,
         fold_k=min(columns(K), 32 if recurrence.delta or format == "fp32" or tokens > 1 else 64),
     )
+
+
+def most_registers(count: int | None, PDL: bool) -> dict[str, int]:
+    """The option that keeps a kernel's threads to so many registers, on GPUs that have it."""
+    return {"maxnreg": count} if PDL and count else {}
 
 
 def dependent_launches(device: torch.device) -> bool:
@@ -1014,12 +1049,11 @@ def decode(
     grid = (triton.cdiv(V, chosen.read_v), H, B)
     PDL = dependent_launches(device)
     early = {"launch_pdl": True} if PDL else {}
-    limited = {"maxnreg": chosen.registers} if PDL and chosen.registers else {}
     if chosen.together:
         decode_kernel[grid](
             checkpoint, layer.key, inputs, ring, weights, table, step.parent, step.kin, q, t, c, ends, *outputs,
             **(carrying | reading | flushing), PDL=PDL, BV=chosen.read_v, num_warps=chosen.read_warps,
-            **early, **limited,
+            **early, **most_registers(255, PDL),
         )  # fmt: skip
         return y
     ready = Pool(layer.ready, layer.ready.stride(0))
@@ -1028,12 +1062,21 @@ def decode(
     answer = None
     if beside and chosen.answers and stores_floats(format):
         answer = torch.empty(B, H, T, V, dtype=torch.float32, device=device)
-    prepare_kernel[(flushers + (min(units, chosen.carry_programs * processors(device)) if PDL else units),)](
-        checkpoint, layer.key, inputs, ring, weights, table, ready, step.parent, step.kin, q, t, c, ends, answer, B,
-        flushers, chosen.flush_v, **(carrying | flushing), PDL=PDL, BJ=chosen.carry_heads,
-        BC=triton.next_power_of_2(chosen.carry_heads * V), num_warps=chosen.prepare_warps,
-        **early, **limited,
-    )  # fmt: skip
+    carriers = min(units, chosen.carry_programs * processors(device)) if PDL else units
+    parts: list[tuple[str, int, int, int, int | None]] = [("both", carriers, flushers, chosen.carry_warps, None)]
+    if chosen.apart:
+        parts = [
+            ("carry", carriers, 0, chosen.carry_warps, chosen.carry_registers),
+            ("flush", 0, flushers, chosen.flush_warps, chosen.flush_registers),
+        ]
+    for role, first, last, warps, registers in parts:
+        if first + last:
+            prepare_kernel[(first + last,)](
+                checkpoint, layer.key, inputs, ring, weights, table, ready, step.parent, step.kin, q, t, c, ends,
+                answer, B, last, chosen.flush_v, **(carrying | flushing), PDL=PDL, ROLE=role, BJ=chosen.carry_heads,
+                BC=triton.next_power_of_2(chosen.carry_heads * V), num_warps=warps,
+                **early, **most_registers(registers, PDL),
+            )  # fmt: skip
     read_kernel[grid](
         checkpoint, ring, table, ready, t, c, ends, answer, *outputs, chosen.flush_v, **reading, PDL=PDL, FORMAT=format,
         BV=chosen.read_v, BJ=chosen.carry_heads, BESIDE=beside, num_warps=chosen.read_warps,

@@ -47,14 +47,17 @@ GROUPS: dict[str, list[dict[str, int]]] = {
         for columns in (32, 64)
         for v in (16, 32, 64, 128)
         for n in (8, 12, 16)
-    ],
+    ]
+    + [{"flush_registers": n} for n in (128, 168, 255)]
+    + [{"answers": 0}],
     "carry": [
-        {"carry_heads": heads, "prepare_warps": warps, "carry_programs": n}
+        {"carry_heads": heads, "carry_warps": warps, "carry_programs": n}
         for heads in (1, 2, 4, 8)
         for warps in (1, 2)
         for n in (8, 12, 24)
     ]
-    + [{"registers": n} for n in (128, 168)],
+    + [{"carry_registers": n} for n in (80, 96, 128, 168)]
+    + [{"apart": 0}],
     "together": [
         {"together": 1, "read_v": v, "read_warps": warps}
         for v in (16, 32, 64)

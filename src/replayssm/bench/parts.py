@@ -3,8 +3,9 @@
     python -m replayssm.bench parts --case mamba2-h64 --format fp32,split16
 
 Steps are those of `bench kernels`: whole windows, staggered, cold L2, in CUDA graphs. What is not asked for is not
-launched: a read then awaits nothing, a carry has no programs that flush. A flush is what a step without its read
-takes more than its carry, `begin` and `commit` are measured by themselves and are in no part. Nothing is checked here:
+launched: a read then awaits nothing and takes all rows, also those whose flush answers their tokens; a carry has no
+programs that flush. A flush is what a step without its read takes more than its carry, `begin` and `commit` are
+measured by themselves and are in no part. Nothing is checked here:
 outputs of a step that lacks a part mean nothing. At so small a batch that all is one launch there are no parts.
 """
 
@@ -69,6 +70,7 @@ def only(part: str) -> ExitStack:
     if part in ("read", "none"):
         stack.enter_context(mock.patch.object(kernels, "prepare_kernel", left))
     if part == "read":
+        stack.enter_context(changed({"answers": False}))  # of all rows
         stack.enter_context(mock.patch.object(kernels, "read_kernel", _Alone(kernels.read_kernel)))
     else:
         stack.enter_context(mock.patch.object(kernels, "read_kernel", left))
