@@ -70,7 +70,7 @@ def test_prepare_and_read_as_launches_of_their_own(
     life.twin.check_states()
 
 
-@pytest.mark.parametrize("together", [True, False], ids=["one launch", "two launches"])
+@pytest.mark.parametrize("launches", [1, 2, 3], ids=["one launch", "two launches", "three launches"])
 @pytest.mark.parametrize(
     "window, columns, tokens",
     [(3, 32, 2), (3, 16, 2), (3, 16, 1), (20, 32, 2), (20, 32, 1), (36, 16, 2)],
@@ -82,14 +82,15 @@ def test_all_ways_to_fold(
     window: int,
     columns: int,
     tokens: int,
-    together: bool,
+    launches: int,
     monkeypatch: pytest.MonkeyPatch,
     generator: torch.Generator,
 ) -> None:
-    """Keys in blocks of columns or whole, one chunk of records and more, in both kinds of launches."""
+    """Keys in blocks of columns or whole, one chunk of records and more, in all kinds of launches."""
     chosen = kernels.launch
-    monkeypatch.setattr(kernels, "in_one_launch", lambda rows, heads: together)
-    monkeypatch.setattr(kernels, "launch", lambda *cell: chosen(*cell)._replace(fold_k=columns, flush_v=32))
+    monkeypatch.setattr(kernels, "in_one_launch", lambda rows, heads: launches == 1)
+    changes = {"fold_k": columns, "flush_v": 32, "apart": launches == 3}
+    monkeypatch.setattr(kernels, "launch", lambda *cell: chosen(*cell)._replace(**changes))
     wide = Geometry(H=3, G=1, V=20, K=32)
     life = Life(make_cache(name, wide, implementation="triton", slots=2, window=window, max_tokens=tokens), generator)
     for lengths in ([1, 1], [2, 1], [1, 1], [1, 1], [0, 1], [1, 1], [1, 2]) * (1 + window // 7):
@@ -166,5 +167,5 @@ def test_kernels_compile_without_a_gpu(arch: str) -> None:
     assert len(lines) == 2 + 6 * 4 * 5 + 3 * 2 * 5
     for line in lines if arch != "gfx942" else []:
         # a few spill, where more programs then fit on a processor (docs/log.md)
-        most = 64 if " flush " in line or " carry " in line else 0
+        most = 128 if " flush " in line or " carry " in line else 0
         assert int(line.split()[-1]) <= most, line

@@ -2,8 +2,8 @@
 
 One layer's step is three launches that overlap; at small batch the first two are one, then all of them:
 
-    carry   convolution, gates, norms, append, then t and c (`carry` of recurrences/<name>/kernel.py), for a row and some
-            heads of a key group. Some programs go through the rows, in order
+    carry   convolution, gates, norms, append, then t and c (`carry` of recurrences/<name>/kernel.py), for a row and
+            some heads of a key group. Some programs go through the rows, in order
     flush   records of rows that are due are folded into their states (fold_kernel.py), some rows of V of a head at a
             time, and the new state is multiplied by t at once. A few programs go through these parts
     read    y = c_0 S0 t + c . v, skip, output gate: one program per row, head and tile of V
@@ -360,9 +360,9 @@ def prepare_kernel(
     these are launches of their own, ROLE says which: it needs fewer registers then.
 
     Append and carry: BJ heads of a key group and row, rows in order. Flush: `part` rows of V of a head of a row that is
-    due, BF at a time, by the list of such rows, empty or not. While a tile is there it is also multiplied by the carried
-    queries, once they are there (programs that carry have begun before): a read of that row needs no checkpoint. The
-    launch begins before the one in front of it has ended, and awaits that.
+    due, BF at a time, by the list of such rows, empty or not. While a tile is there it is also multiplied by the
+    carried queries, once they are there (programs that carry have begun before): a read of that row needs no
+    checkpoint. The first of a layer's launches begins before the one in front of it has ended, and awaits that.
 
     | Name       | Shape          | Dtype  | Dir    | Meaning                                                  |
     | planes     | by format      |        | in/out | checkpoints of the rows that are due                     |
@@ -647,8 +647,8 @@ def read_part(
         codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
     if T > 1:
         read_tokens(
-            planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, answer, y, skip, gate, i_b, i_h, i_v, B,
-            T, H, G, N, V, K, R, P, PT, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
+            planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, answer, y, skip, gate, i_b, i_h, i_v,
+            B, T, H, G, N, V, K, R, P, PT, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
         )  # fmt: skip
     else:
         read_tile(
@@ -667,9 +667,9 @@ def read_kernel(
 ):  # fmt: skip
     """read_part for every tile, head and row: grid (V / BV, H, B).
 
-    planes: those of the format, as Pools. Bytes: V K read_bytes + (committed + T) V itemsize per row and head, and t, c,
-    y. A row that is due is awaited first, where it was flushed BESIDE, by `part` rows of V; with `answer` its checkpoint
-    is not read.
+    planes: those of the format, as Pools. Bytes: V K read_bytes + (committed + T) V itemsize per row and head, and t,
+    c, y. A row that is due is awaited first, where it was flushed BESIDE, by `part` rows of V; with `answer` its
+    checkpoint is not read.
     """
     if PDL:
         gdc_launch_dependents()
@@ -829,7 +829,8 @@ class Launch(NamedTuple):
         read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
         read_k, read_stages: columns of K that it takes at a time, and how many such blocks are on their way at most.
             All at once, they are fetched before the carry is awaited.
-        apart: carry and flush are a launch each, with warps and registers of their own; else the carry's warps serve both.
+        apart: carry and flush are a launch each, with warps and registers of their own; else the carry's warps serve
+            both.
         carry_warps, flush_warps: warps of a program that carries or flushes.
         carry_registers, flush_registers: the most registers of its threads, if apart (NVIDIA). None: as it likes.
         carry_heads, carry_programs: heads of a key group that are carried at a time; so many programs go through rows.
