@@ -237,13 +237,29 @@ def append_value(
 
 
 @triton.jit
+def ancestors(parent, row, W: tl.constexpr, T: tl.constexpr):
+    """Of each of a tree's T tokens the W - 1 before it, the nearest first; -1, -2, ... are committed, -1 the newest.
+
+    Looked up once for all channels: each is a chain of loads.
+    """
+    found = ()
+    for i in tl.static_range(T):
+        at, path = i, ()
+        for _ in tl.static_range(W - 1):
+            at = tl.where(at >= 0, tl.load(parent + row * T + tl.maximum(at, 0)), at - 1)
+            path = path + (at,)  # type: ignore[assignment]
+        found = found + (path,)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
 def convolved(
-    field, conv, weights, parent, row, slot, end, o_c, m_c, length, FIRST: tl.constexpr, C: tl.constexpr,
+    field, conv, weights, paths, row, slot, end, o_c, m_c, length, FIRST: tl.constexpr, C: tl.constexpr,
     L: tl.constexpr, W: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """What `channels` says of each of T tokens, as a tuple, both as activations; every weight is loaded once.
 
-    All loads come before any store, so that none waits for one; those of a chain once.
+    All loads come before any store, so that none waits for one; those of a chain (no `paths`, see ancestors) once.
     """
     p_x = field.data + row * field.row + o_c
     p_pool = conv.data + slot * conv.slot + FIRST + o_c if weights.conv_weight is not None else p_x
@@ -263,10 +279,10 @@ def convolved(
         b_x = tl.load(p_pool + (end + L - d) % L * C, mask=m_c, other=0.0)
         old = old + (b_x,)  # type: ignore[assignment]
     for i in tl.static_range(T):
-        b_sum, at = taps[0] * raw[i].to(tl.float32), i  # type: ignore[misc]
+        b_sum = taps[0] * raw[i].to(tl.float32)  # type: ignore[misc]
         for d in tl.static_range(1, W):
-            if parent is not None:
-                at = tl.where(at >= 0, tl.load(parent + row * T + tl.maximum(at, 0)), at - 1)
+            if paths is not None:
+                at = paths[i][d - 1]
                 p_d = tl.where(at < 0, p_pool + (end + at + L) % L * C, p_x + at * field.token)
                 b_d = tl.load(p_d, mask=m_c & (i < length), other=0.0)
             elif i >= d:
@@ -296,7 +312,8 @@ def append_tokens(
     BX: tl.constexpr = min(BC, 128)
     o_k = tl.arange(0, BK)
     m_k, o_x = o_k < K, i_g * K + o_k
-    keys = convolved(inputs.k, ring.conv, weights, parent, row, slot, end, o_x, m_k, length, K_FIRST, C, L, W, T)
+    paths = None if parent is None or W == 1 else ancestors(parent, row, W, T)
+    keys = convolved(inputs.k, ring.conv, weights, paths, row, slot, end, o_x, m_k, length, K_FIRST, C, L, W, T)
     for i in tl.static_range(T):
         own, m = (place + i) % R, m_k & (i < length)
         b_k, b_x = keys[i]
@@ -307,7 +324,7 @@ def append_tokens(
             b_k = b_k.to(tl.float32)
             p_norm = ring.norm.data + slot * ring.norm.slot + i_g * R + own
             tl.store(p_norm, 1 / tl.sqrt(tl.sum(b_k * b_k, 0) + 1e-6), mask=i < length)
-    queries = convolved(inputs.q, ring.conv, weights, parent, row, slot, end, o_x, m_k, length, Q_FIRST, C, L, W, T)
+    queries = convolved(inputs.q, ring.conv, weights, paths, row, slot, end, o_x, m_k, length, Q_FIRST, C, L, W, T)
     for i in tl.static_range(T):
         b_q, b_x = queries[i]
         tl.store(q + ((row * G + i_g) * T + i) * K + o_k, b_q.to(q.dtype.element_ty), mask=m_k)
@@ -315,7 +332,7 @@ def append_tokens(
     for part in tl.static_range(BC // BX):
         o_x = part * BX + tl.arange(0, BX)
         o_c, m_c = from_c + o_x, o_x < count
-        values = convolved(inputs.v, ring.conv, weights, parent, row, slot, end, o_c, m_c, length, V_FIRST, C, L, W, T)
+        values = convolved(inputs.v, ring.conv, weights, paths, row, slot, end, o_c, m_c, length, V_FIRST, C, L, W, T)
         for i in tl.static_range(T):
             b_v, b_x = values[i]
             p_v = ring.v.data + slot * ring.v.slot + (o_c // V * R + (place + i) % R) * V + o_c % V

@@ -146,15 +146,19 @@ def move(
 ):  # fmt: skip
     """In a slot's [OUTER, R, INNER], what lies at place first + path[p] comes to first + p: block i of all elements.
 
-    A path's nodes come later than their depth, so nothing is written over before it has moved.
+    All are loaded before any is stored, since a load would wait for the store before it.
     """
     o_e = i * BLOCK + tl.arange(0, BLOCK)
     m = (o_e < OUTER * INNER) & inside
     p_e = pool + o_e // INNER * (R * INNER) + o_e % INNER
-    for p in range(P):
+    moved = ()
+    for p in tl.static_range(P):
         node = tl.load(path + row * P + p)
         moves = m & (node > p) & (node < T)
         b_e = tl.load(p_e + (first + node) % R * INNER, mask=moves, other=0)
+        moved = moved + ((b_e, moves),)  # type: ignore[assignment]
+    for p in tl.static_range(P):
+        b_e, moves = moved[p]
         tl.store(p_e + (first + p) % R * INNER, b_e, mask=moves)
 
 
