@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from replayssm import Geometry, formats, formats_kernel, kernels, recurrences, ring_kernel
+from replayssm import Geometry, arithmetic_kernel, formats, formats_kernel, kernels, recurrences, ring_kernel
 from replayssm.device import Device
 from replayssm.formats_kernel import decode_read, fetch_read, load_update, read_kind, store, summed
 from replayssm.kernels import Field, Inputs, LayerWeights, Pool, Ring
@@ -216,7 +216,7 @@ def instructions(kernel: Any, fmt: str, BV: int) -> int:
 
 def costs() -> None:
     """Instructions per element and thread: what 8 more rows of a tile add. One is the product with the query."""
-    formats_kernel.NVIDIA = tl.constexpr(True)
+    arithmetic_kernel.NVIDIA = formats_kernel.NVIDIA = tl.constexpr(True)
     print("format                    read  flush")
     for fmt in ("fp32", "split16", "bf16", "fp16", "fp8", "int8", "fp4", "mxfp4", "fp16+fp4", "fp16+fp4/residual"):
         per = 8 * 128 / 32
@@ -230,7 +230,7 @@ def main(arch: str) -> None:
     """One line per kernel, geometry and format."""
     amd = arch.startswith("gfx")
     target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch), 32)
-    formats_kernel.NVIDIA = tl.constexpr(not amd)
+    arithmetic_kernel.NVIDIA = formats_kernel.NVIDIA = tl.constexpr(not amd)
     cursors = {"cursors": "*i64", "table": "*i32", "S": "i32", "B": "i32", "BLOCK": ring_kernel.BLOCK}
     begin = {"given": "*i64", "lengths": "*i64", "T": 1, "R": WINDOW + 1, "MOST": 1, "WINDOW": WINDOW, "clock": "*i32"}
     begin |= {"accepted": "*i64", "CONV": WIDTH}
@@ -250,6 +250,7 @@ def main(arch: str) -> None:
 
 def drafts(arch: str, tokens: int) -> None:
     """One line per kernel of several tokens."""
+    arithmetic_kernel.NVIDIA = formats_kernel.NVIDIA = tl.constexpr(True)
     for name, sizes in SHAPES.items():
         for what, kernel, types, constants, warps, most in jobs(name, sizes[0], tokens, False):
             kind, fmt = what.split()

@@ -14,18 +14,13 @@ in machine instructions per element, is printed by `python tests/compile_kernels
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
 from replayssm import formats
+from replayssm.arithmetic_kernel import NVIDIA
 
-# Instructions that only NVIDIA GPUs have, from Ada on: e4m3 conversions, products that are not fused, byte shuffles.
-# Elsewhere, and in the interpreter, the same values are put together by plain arithmetic.
-NVIDIA = tl.constexpr(
-    torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability() >= (8, 9)
-)
 # Four bytes of two e2m1 codes each to the e4m3 codes of the first ones and of the second ones: the same numbers times
 # 2^-6, signs at bit 7, the other three bits at 4..2. From there hardware converts two at a time.
 E2M1_ASM = tl.constexpr("""{
