@@ -142,6 +142,7 @@ def jobs(
         folding = sizes | {"FORMAT": fmt, "DELTA": delta, "CHUNKS": 1, "CN": 16}
         for rows in ROWS:
             chosen = kernels.launch(recurrence, Geometry(*size), fmt, rows, tokens)
+            folding |= {"AHEAD": chosen.fold_ahead}
             reading = carrying | {
                 "BV": chosen.read_v,
                 "BR": max(16, triton.next_power_of_2(WINDOW + tokens)),

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-# Instructions that only NVIDIA GPUs have, some from Ada on: e4m3 conversions, products that are not fused, byte shuffles,
-# quotients that flush to zero. Elsewhere, and in the interpreter, the same values are put together by plain arithmetic.
+# Instructions that only NVIDIA GPUs have, some from Ada on: e4m3 conversions, products that are not fused, byte
+# shuffles, quotients that flush to zero. Elsewhere, and in the interpreter, plain arithmetic makes the same values.
 NVIDIA = tl.constexpr(
     torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability() >= (8, 9)
 )

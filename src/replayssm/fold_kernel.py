@@ -137,42 +137,52 @@ def fold_in(b_s, b_u, chunk, gathered):
 
 
 @triton.jit
-def load_record(
-    ring, slot, place, more, i_h, o_v, o_k,
-    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+def load_some(
+    ring, slot, first, count, i_h, o_v, o_k,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """kda: k [BK], 1 / |k|, v [BV], g [BK] and w of a record: as stored, so that none is waited for."""
-    i_g, i_r = i_h // (H // G) * R + place, i_h * R + place
-    m_k = (o_k < K) & more
-    b_k = tl.load(ring.k.data + slot * ring.k.slot + i_g * K + o_k, mask=m_k, other=0.0)
-    norm = tl.load(ring.norm.data + slot * ring.norm.slot + i_g, mask=more, other=0.0)
-    b_v = tl.load(ring.v.data + slot * ring.v.slot + i_r * V + o_v, mask=(o_v < V) & more, other=0.0)
-    b_g = tl.load(ring.g.data + slot * ring.g.slot + i_r * K + o_k, mask=m_k, other=0.0)
-    return b_k, norm, b_v, b_g, tl.load(ring.w.data + slot * ring.w.slot + i_r, mask=more, other=0.0)
+    """kda: k [BK], 1 / |k|, v [BV], g [BK] and w of N records from place `first` on, zero beyond `count`.
+
+    As stored, so that none is waited for.
+    """
+    records = ()
+    for d in tl.static_range(N):
+        place, more = (first + d) % R, d < count
+        i_g, i_r = i_h // (H // G) * R + place, i_h * R + place
+        m_k = (o_k < K) & more
+        b_k = tl.load(ring.k.data + slot * ring.k.slot + i_g * K + o_k, mask=m_k, other=0.0)
+        norm = tl.load(ring.norm.data + slot * ring.norm.slot + i_g, mask=more, other=0.0)
+        b_v = tl.load(ring.v.data + slot * ring.v.slot + i_r * V + o_v, mask=(o_v < V) & more, other=0.0)
+        b_g = tl.load(ring.g.data + slot * ring.g.slot + i_r * K + o_k, mask=m_k, other=0.0)
+        beta = tl.load(ring.w.data + slot * ring.w.slot + i_r, mask=more, other=0.0)
+        records = records + ((b_k, norm, b_v, b_g, beta),)  # type: ignore[assignment]
+    return records
 
 
 @triton.jit
 def fold_tile(
     b_s, ring, slot, first, count, i_h, o_v,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, AHEAD: tl.constexpr = 1,
 ):  # fmt: skip
-    """The tile b_s [BV, BK] after `count` records from place `first`: a chunk after the other, or (kda) one by one."""
+    """The tile b_s [BV, BK] after `count` records from place `first`: a chunk after the other, or (kda) one by one.
+
+    kda: AHEAD records are on their way while as many are folded. A record of zeros changes nothing.
+    """
     i = 0
     if CHANNEL:
-        place, o_k = first, tl.arange(0, BK)
-        b_k, norm, b_v, b_g, beta = load_record(ring, slot, place, 0 < count, i_h, o_v, o_k, H, G, V, K, R)
+        o_k = tl.arange(0, BK)
+        records = load_some(ring, slot, first, count, i_h, o_v, o_k, H, G, V, K, R, AHEAD)
         while i < count:
-            i += 1
-            place = tl.where(place + 1 < R, place + 1, 0)
-            next_k, next_norm, next_v, next_g, next_beta = load_record(
-                ring, slot, place, i < count, i_h, o_v, o_k, H, G, V, K, R
-            )  # fmt: skip
-            # S = S Diag(a), then S + w (v - S k) k^T
-            b_s += expm1(b_g)[None, :] * b_s
-            b_x = b_k.to(tl.float32) * norm
-            b_s += (beta * (b_v.to(tl.float32) - tl.sum(b_s * b_x[None, :], 1)))[:, None] * b_x
-            b_k, norm, b_v, b_g, beta = next_k, next_norm, next_v, next_g, next_beta
+            i += AHEAD
+            following = load_some(ring, slot, first + i, count - i, i_h, o_v, o_k, H, G, V, K, R, AHEAD)
+            for d in tl.static_range(AHEAD):
+                b_k, norm, b_v, b_g, beta = records[d]
+                # S = S Diag(a), then S + w (v - S k) k^T
+                b_s += expm1(b_g)[None, :] * b_s
+                b_x = b_k.to(tl.float32) * norm
+                b_s += (beta * (b_v.to(tl.float32) - tl.sum(b_s * b_x[None, :], 1)))[:, None] * b_x
+            records = following
     else:
         while i < count:
             gathered = gather(ring, slot, first + i, count - i, i_h, H, G, K, R, BK, DELTA, CHUNK)

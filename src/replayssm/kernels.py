@@ -371,7 +371,7 @@ def prepare_kernel(
     R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
     CHANNEL: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr,
-    CHUNKS: tl.constexpr, CN: tl.constexpr, PDL: tl.constexpr, ROLE: tl.constexpr,
+    CHUNKS: tl.constexpr, CN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, ROLE: tl.constexpr,
 ):  # fmt: skip
     """All that a read awaits: the last flushers programs flush, those before carry; each goes through its share. Where
     these are launches of their own, ROLE says which: it needs fewer registers then.
@@ -416,7 +416,7 @@ def prepare_kernel(
                 i_h, i_v = i // parts % H, i % parts
                 flush_rows(
                     planes, key, ring, table, ready, t, answer, i_b, i_h, i_v * part, tl.minimum((i_v + 1) * part, V),
-                    B, T, H, G, N, V, K, R, P, PT, CHANNEL, BF, BK, BB, BT, BJ, DELTA, FORMAT, CHUNKS, CN,
+                    B, T, H, G, N, V, K, R, P, PT, CHANNEL, BF, BK, BB, BT, BJ, DELTA, FORMAT, CHUNKS, CN, AHEAD,
                 )  # fmt: skip
                 publish(ready, table, i_b, H + i_h * parts + i_v, B)
                 i += flushers
@@ -583,7 +583,7 @@ def flush_rows(
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, CHANNEL: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
     BB: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
-    CHUNKS: tl.constexpr, CN: tl.constexpr,
+    CHUNKS: tl.constexpr, CN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Fold the records in front of row i_b's ring_start into rows from_v to behind_v of head i_h, in place.
 
@@ -630,7 +630,7 @@ def flush_rows(
         while from_v < behind_v:
             o_v = from_v + tl.arange(0, BV)
             b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BK, FORMAT)
-            b_s = fold_tile(b_s, ring, slot, first, folds, i_h, o_v, H, G, V, K, R, CHANNEL, BV, BK, DELTA)
+            b_s = fold_tile(b_s, ring, slot, first, folds, i_h, o_v, H, G, V, K, R, CHANNEL, BV, BK, DELTA, AHEAD)
             if needs_whole_rows(FORMAT):
                 tl.debug_barrier()
             b_s = store(planes, slot, i_h, o_v, b_s, key, slot, flush, 0, V, K, BV, BK, FORMAT)
@@ -730,7 +730,7 @@ def decode_kernel(
     R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr,
     BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, BB: tl.constexpr,
     CHANNEL: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr,
-    CHUNKS: tl.constexpr, CN: tl.constexpr, PDL: tl.constexpr,
+    CHUNKS: tl.constexpr, CN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Carry, flush and read in one launch, for small batches: grid (V / BV, H, B), arguments as in both.
 
@@ -750,7 +750,7 @@ def decode_kernel(
             if folds > 0:
                 flush_rows(
                     planes, key, ring, table, None, t, None, i_b, i_h, i_v * BV, tl.minimum((i_v + 1) * BV, V), B,
-                    T, H, G, N, V, K, R, P, PT, CHANNEL, BF, BK, BB, BT, 1, DELTA, FORMAT, CHUNKS, CN,
+                    T, H, G, N, V, K, R, P, PT, CHANNEL, BF, BK, BB, BT, 1, DELTA, FORMAT, CHUNKS, CN, AHEAD,
                 )  # fmt: skip
                 tl.debug_barrier()  # for other threads of this program
         codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
@@ -854,6 +854,7 @@ class Launch(NamedTuple):
         answers: a flush also answers the row's tokens, where a format can (stores_floats).
         flush_v, flush_programs: rows of V of one part of a flush, 16 or more; so many programs go through all parts.
         fold_k: columns of K that are folded at a time, for FOLD_V rows of V.
+        fold_ahead: records that are on their way while as many are folded (KDA).
     """
 
     together: bool
@@ -872,6 +873,7 @@ class Launch(NamedTuple):
     flush_v: int
     flush_programs: int
     fold_k: int
+    fold_ahead: int
 
 
 def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) -> Launch:
@@ -944,6 +946,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         flush_v=16 if rows <= 64 or recurrence.channel_gate else V if V < 128 else 64,
         flush_programs=8,
         fold_k=min(columns(K), 32 if recurrence.delta or format == "fp32" or tokens > 1 else 64),
+        fold_ahead=1 if rows >= 64 else 4,
     )
 
 
@@ -1060,6 +1063,7 @@ def decode(
     flushing = sizes | {
         "CHANNEL": recurrence.channel_gate, "DELTA": recurrence.delta, "FORMAT": format,
         "CHUNKS": triton.cdiv(window, CN) if beside else 0, "CN": CN, "BF": FOLD_V, "BB": chosen.fold_k,
+        "AHEAD": chosen.fold_ahead,
     }  # fmt: skip
     if skip is not None:
         skip = (skip[:, None] if skip.ndim == 1 else skip).expand(H, V)
