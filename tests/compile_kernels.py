@@ -132,7 +132,7 @@ def jobs(
     step = {
         "ring": ring, "table": "*i32", "ready": Pool("*i32", "i32"),
         "q": None if tokens == 1 else "*bf16", "t": "*bf16", "c": "*bf16" if tokens == 1 else "*fp32",
-        "ends": "*fp32" if tokens == 1 else None, "part": "i32",
+        "ends": "*fp32" if tokens == 1 else None, "part": "i32", "least": "i32",
     }  # fmt: skip
     outputs = {"y": "*bf16", "skip": None if delta else Field("*fp32", "i32", "i32"), "gate": None}
     found = []
@@ -152,7 +152,7 @@ def jobs(
             if tokens == 1 and not formats_kernel.in_bf16(fmt):
                 types["t"] = "*fp32"
             if chosen.together:
-                constants = carrying | reading | folding | {"BF": kernels.FOLD_V, "BB": chosen.fold_k, "PDL": PDL}
+                constants = carrying | reading | folding | {"BF": chosen.fold_v, "BB": chosen.fold_k, "PDL": PDL}
                 found.append(
                     (f"decode {fmt}", kernels.decode_kernel, types | inputs, constants, chosen.read_warps, 255)
                 )
@@ -163,7 +163,7 @@ def jobs(
                 }  # fmt: skip
                 found.append((f"read {fmt}", kernels.read_kernel, types, constants, chosen.read_warps, None))
                 constants = carrying | folding | {
-                    "BF": kernels.FOLD_V, "BB": chosen.fold_k, "PDL": PDL,
+                    "BF": chosen.fold_v, "BB": chosen.fold_k, "PDL": PDL,
                     "BJ": chosen.carry_heads,
                     "BC": triton.next_power_of_2(chosen.carry_heads * V),
                 }  # fmt: skip

@@ -48,7 +48,11 @@ def test_cursor_kernels_equal_the_rules(window: int, tokens: int, steps: list[li
                 mine = ring.commit(mine, torch.tensor([accepted]), cache.sizes)
                 mine = mine._replace(clamped=mine.clamped + int(accepted != n))
             c.put(at, mine)
-        assert [x for x, slot in zip(step.table[4].tolist(), step.table[0].tolist(), strict=True) if slot >= 0] == folds
+        slot_of, folded, row, num_due = (step.table[i].tolist() for i in (0, 4, 6, 9))
+        by_row = {r: n for r, slot, n in zip(row, slot_of, folded, strict=True) if slot >= 0}
+        assert sorted(row) == list(range(len(rows))) and [by_row[r] for r in sorted(by_row)] == folds
+        assert [n > 0 for n in folded] == sorted(n > 0 for n in folded)  # those that are due come last
+        assert num_due == [sum(n > 0 for n in folded)] * len(rows)
         cache.commit(step, counts.to(DEVICE))
         for name, ours, rule in zip(Cursors._fields, cache.cursors, c, strict=True):
             assert ours[:3].tolist() == rule[:3].tolist(), name

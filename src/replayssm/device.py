@@ -103,7 +103,7 @@ def begin(
     cursors: Tensor, clock: Tensor, given: Tensor, lengths: Tensor | None, accepted: Tensor | None, tokens: int,
     ring: int, conv: int, window: int, reach: int,
 ) -> Tensor:  # fmt: skip
-    """DeviceStep.table [9, rows] for slots `given`; see ring_kernel.begin_kernel."""
+    """DeviceStep.table [10, rows] for slots `given`; see ring_kernel.begin_kernel."""
     return ring_kernel.begin(cursors, clock, Sizes(ring, conv, window, reach), given, lengths, accepted, tokens)
 
 
@@ -112,7 +112,7 @@ def _(
     cursors: Tensor, clock: Tensor, given: Tensor, lengths: Tensor | None, accepted: Tensor | None, tokens: int,
     ring: int, conv: int, window: int, reach: int,
 ) -> Tensor:  # fmt: skip
-    return given.new_empty(9, given.shape[0], dtype=torch.int32)
+    return given.new_empty(10, given.shape[0], dtype=torch.int32)
 
 
 @torch.library.custom_op("replayssm::commit", mutates_args=("cursors",))

@@ -159,10 +159,10 @@ def load_part(p, mask):
 
 @triton.jit
 def load_row(table, i_b, B):
-    """Row i_b of a step: slot, ring_start, num_committed, tokens, conv_end, and i_b as int64."""
+    """Column i_b of a step's table: slot, ring_start, num_committed, tokens, conv_end, and the caller's row."""
     return (
         tl.load(table + i_b).to(tl.int64), tl.load(table + B + i_b), tl.load(table + 2 * B + i_b),
-        tl.load(table + 3 * B + i_b), tl.load(table + 5 * B + i_b), i_b.to(tl.int64),
+        tl.load(table + 3 * B + i_b), tl.load(table + 5 * B + i_b), tl.load(table + 6 * B + i_b).to(tl.int64),
     )  # fmt: skip
 
 
@@ -345,7 +345,7 @@ def append_tokens(
 
 @triton.jit
 def publish(ready, table, i_b, at, B):
-    """What this program has stored for row i_b is in memory: place `at` of the slot's ready gets the step's number."""
+    """What this program has stored for column i_b is in memory: the slot's ready gets the step's number at `at`."""
     tl.debug_barrier()
     slot, number = tl.load(table + i_b).to(tl.int64), tl.load(table + 7 * B + i_b)
     tl.atomic_xchg(ready.data + slot * ready.slot + at, number, sem="release")
@@ -366,7 +366,7 @@ def await_number(ready, slot, number, at):
 
 @triton.jit
 def prepare_kernel(
-    planes, key, inputs, ring, weights, table, ready, parent, kin, q, t, c, ends, answer, B, flushers, part,
+    planes, key, inputs, ring, weights, table, ready, parent, kin, q, t, c, ends, answer, B, flushers, part, least,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
@@ -376,17 +376,18 @@ def prepare_kernel(
     """All that a read awaits: the last flushers programs flush, those before carry; each goes through its share. Where
     these are launches of their own, ROLE says which: it needs fewer registers then.
 
-    Append and carry: BJ heads of a key group and row, rows in order. Flush: `part` rows of V of a head of a row that is
-    due, BF at a time, by the list of such rows, empty or not. While a tile is there it is also multiplied by the
-    carried queries, once they are there (programs that carry have begun before): a read of that row needs no
-    checkpoint. The first of a layer's launches begins before the one in front of it has ended, and awaits that.
+    Append and carry: BJ heads of a key group and row; rows that are due come first, since flushes await them. Flush:
+    `part` rows of V of a head of a row that is due, BF at a time, in as many programs as get `least` such parts. While
+    a tile is there it is also multiplied by the carried queries, once they are there (programs that carry have begun
+    before): a read of that row needs no checkpoint. The first of a layer's launches begins before the one in front of
+    it has ended, and awaits that.
 
     | Name       | Shape          | Dtype  | Dir    | Meaning                                                  |
     | planes     | by format      |        | in/out | checkpoints of the rows that are due                     |
     | inputs     | Inputs         |        | in     | what the step brings                                     |
     | ring       | Ring           |        | in/out | records; the step's own are written                      |
     | weights    | LayerWeights   |        | in     | of convolution and gates                                 |
-    | table      | [9, B]         | int32  | in     | DeviceStep.table                                         |
+    | table      | [10, B]        | int32  | in     | DeviceStep.table                                         |
     | ready      | [S, H + n]     | int32  | out    | the step's number, once t, c, v of a head (a flushed     |
     |            |                |        |        | part of a head) are in memory                            |
     | parent     | [B, T]         | int32  | in     | of a tree, else None; kin [B, T, T] likewise             |
@@ -410,26 +411,28 @@ def prepare_kernel(
         if CHUNKS > 0:
             i -= carriers
             parts = (V + part - 1) // part
-            i_n = i // (H * parts)
-            i_b = tl.load(table + 6 * B + i_n, mask=i_n < B, other=-1)
-            while i_b >= 0:
-                i_h, i_v = i // parts % H, i % parts
+            behind = tl.load(table + 9 * B) * (H * parts)
+            active = tl.minimum(flushers, (behind + least - 1) // least)
+            if i >= active:
+                behind = 0
+            while i < behind:
+                i_b, i_h, i_v = B - 1 - i // (H * parts), i // parts % H, i % parts
                 flush_rows(
                     planes, key, ring, table, ready, t, answer, i_b, i_h, i_v * part, tl.minimum((i_v + 1) * part, V),
                     B, T, H, G, N, V, K, R, P, PT, CHANNEL, BF, BK, BB, BT, BJ, DELTA, FORMAT, CHUNKS, CN, AHEAD,
                 )  # fmt: skip
                 publish(ready, table, i_b, H + i_h * parts + i_v, B)
-                i += flushers
-                i_n = i // (H * parts)
-                i_b = tl.load(table + 6 * B + i_n, mask=i_n < B, other=-1)
+                i += active
         if PDL and ROLE == "flush":
             if tl.program_id(0) == flushers - 1:
                 gdc_wait()
     else:
         J: tl.constexpr = H // G
         units: tl.constexpr = (J + BJ - 1) // BJ
+        others = B - tl.load(table + 9 * B)
         while i < B * (G * units):
-            i_b, i_u = i // (G * units), i % (G * units)
+            i_b, i_u = i // (G * units) + others, i % (G * units)
+            i_b = tl.where(i_b < B, i_b, i_b - B)
             if tl.load(table + i_b) >= 0:
                 i_g, i_j = i_u // units, i_u % units
                 i_h = i_g * J + i_j * BJ
@@ -443,8 +446,30 @@ def prepare_kernel(
 
 
 @triton.jit
+def fetch_beside(
+    ring, skip, gate, slot, first, before, row, i_h, i_v, V: tl.constexpr, R: tl.constexpr, BP: tl.constexpr,
+    BV: tl.constexpr, FLUSHED: tl.constexpr,
+):  # fmt: skip
+    """Of what read_tile needs, all that is there before the carry: values of records (unless FLUSHED), D, z."""
+    o_p, o_x = tl.arange(0, BP), tl.arange(0, BV)
+    o_v = i_v * BV + o_x
+    m_v = None if V % BV == 0 else o_v < V
+    b_v, b_d, b_z = 0.0, 0.0, 0.0
+    if not FLUSHED:
+        m_p = (o_p < before)[:, None] if V % BV == 0 else (o_p < before)[:, None] & (o_v < V)
+        p_v = ring.v.data + slot * ring.v.slot + (i_h * (R * V) + i_v * BV)
+        b_v = tl.load(p_v + ((first + o_p) % R * V)[:, None] + o_x, mask=m_p, other=0.0)
+    if skip is not None:
+        b_d = load_part(skip.data + i_h * skip.row + o_v * skip.token, m_v)
+    if gate is not None:
+        b_z = load_part(gate.data + row * gate.row + i_h * V + o_v, m_v)
+    return b_v, b_d, b_z
+
+
+@triton.jit
 def read_tile(
-    planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, ends, answer, y, skip, gate, i_b, i_h, i_v, B,
+    planes, codes, blocks, rows, beside, ring, slot, first, before, row, number, ready, t, c, ends, answer, y, skip,
+    gate, i_h, i_v,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     P: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
     FORMAT: tl.constexpr, BB: tl.constexpr, STAGES: tl.constexpr,
@@ -456,6 +481,7 @@ def read_tile(
     S0 t may be there already (answer); it has no records but the token's own.
 
     | Name          | Shape          | Dtype  | Dir | Meaning                                       |
+    | beside        | fetch_beside   |        | in  |                                               |
     | ring          | Ring           |        | in  | records                                       |
     | t, c, ends    | prepare_kernel |        | in  |                                               |
     | answer        | prepare_kernel |        | in  | None where the checkpoint is read             |
@@ -466,15 +492,11 @@ def read_tile(
     A checkpoint in bf16 is multiplied by t's parts on tensor cores, so are the records' values by c's; any other is
     multiplied as it is. What counts is how few instructions a tile takes (docs/log.md).
     """
-    EXACT: tl.constexpr = V % BV == 0
-    first, before, row = tl.load(table + B + i_b), tl.load(table + 2 * B + i_b), i_b.to(tl.int64)
+    b_v, b_d, b_z = beside
     o_p, o_x = tl.arange(0, BP), tl.arange(0, BV)
     o_v = i_v * BV + o_x
-    m_v = None if EXACT else o_v < V
-    m_p = (o_p < before)[:, None] if EXACT else (o_p < before)[:, None] & (o_v < V)
+    m_v = None if V % BV == 0 else o_v < V
     p_v = ring.v.data + slot * ring.v.slot + (i_h * (R * V) + i_v * BV)
-    if answer is None:
-        b_v = tl.load(p_v + ((first + o_p) % R * V)[:, None] + o_x, mask=m_p, other=0.0)
     if ready is not None:
         await_number(ready, slot, number, unit_of(i_h, H // G, BJ))
     b_own = load_part(p_v + (first + before) % R * V + o_x, m_v).to(tl.float32)
@@ -500,15 +522,14 @@ def read_tile(
         b_y += tl.sum(add_product(tl.zeros([BV, BN], tl.float32), tl.trans(b_v), b_c, parts_of(b_v.dtype), 1), 1)
     # (2) skip and output gate
     if skip is not None:
-        b_d = load_part(skip.data + i_h * skip.row + o_v * skip.token, m_v).to(tl.float32)
-        b_y += (b_d + own) * b_own
+        b_y += (b_d.to(tl.float32) + own) * b_own
     else:
         b_y += own * b_own
     if gate is not None:
-        b_z = load_part(gate.data + row * gate.row + i_h * V + o_v, m_v).to(tl.float32)
+        b_z = b_z.to(tl.float32)
         b_y *= b_z * sigmoid(b_z)
     p_y = y + (row * H + i_h) * V + o_v
-    if EXACT:
+    if m_v is None:
         tl.store(p_y, b_y.to(y.dtype.element_ty))
     else:
         tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_v)
@@ -516,7 +537,8 @@ def read_tile(
 
 @triton.jit
 def read_tokens(
-    planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, answer, y, skip, gate, i_b, i_h, i_v, B,
+    planes, codes, blocks, rows, ring, slot, first, before, length, row, number, ready, t, c, answer, y, skip, gate,
+    i_h, i_v,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr, BJ: tl.constexpr, FORMAT: tl.constexpr, BB: tl.constexpr, STAGES: tl.constexpr,
@@ -526,9 +548,14 @@ def read_tokens(
     Products are as exact as P parts: 2 for an output of 16 bits, 3 for fp32.
     """
     KIND: tl.constexpr = read_kind(FORMAT)
-    _slot, first, before, length, _end, row = load_row(table, i_b, B)
     o_r, o_t, o_v = tl.arange(0, BR), tl.arange(0, BT), i_v * BV + tl.arange(0, BV)
     m_r, m_t, m_v = o_r < before + length, o_t < length, (o_v < V)[:, None]
+    b_d, b_z = 0.0, 0.0
+    if skip is not None:
+        b_d = tl.load(skip.data + i_h * skip.row + o_v * skip.token, mask=o_v < V, other=0.0)
+    if gate is not None:
+        p_z = gate.data + row * gate.row + o_t * gate.token + i_h * V + o_v[:, None]
+        b_z = tl.load(p_z, mask=m_v & m_t, other=0.0)
     if ready is not None:
         await_number(ready, slot, number, unit_of(i_h, H // G, BJ))
     p_v = ring.v.data + slot * ring.v.slot + i_h * R * V + o_v[:, None]
@@ -556,12 +583,11 @@ def read_tokens(
     b_y = add_product(b_y, b_v, b_c, min(parts_of(b_v.dtype), P), P)
     # (2) skip and output gate
     if skip is not None:
-        b_d = tl.load(skip.data + i_h * skip.row + o_v * skip.token, mask=o_v < V, other=0.0).to(tl.float32)
         own = (o_r[:, None] == before + o_t).to(tl.float32)
-        b_y += b_d[:, None] * add_product(tl.zeros([BV, BT], tl.float32), b_v, own, min(parts_of(b_v.dtype), P), 1)
+        own = add_product(tl.zeros([BV, BT], tl.float32), b_v, own, min(parts_of(b_v.dtype), P), 1)
+        b_y += b_d.to(tl.float32)[:, None] * own  # type: ignore[attr-defined]
     if gate is not None:
-        p_z = gate.data + row * gate.row + o_t * gate.token + i_h * V + o_v[:, None]
-        b_z = tl.load(p_z, mask=m_v & m_t, other=0.0).to(tl.float32)
+        b_z = b_z.to(tl.float32)  # type: ignore[attr-defined]
         b_y *= b_z * sigmoid(b_z)
     b_y = tl.where(m_t, b_y, 0.0)
     p_y = y + (row * T * H + i_h) * V + o_t * (H * V) + o_v[:, None]
@@ -585,7 +611,7 @@ def flush_rows(
     BB: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
     CHUNKS: tl.constexpr, CN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Fold the records in front of row i_b's ring_start into rows from_v to behind_v of head i_h, in place.
+    """Fold the records in front of ring_start of column i_b's row into rows from_v to behind_v of head i_h, in place.
 
     Tiles of BV rows, in blocks of BB columns; rows with a scale are written whole. There are CHUNKS chunks of CN
     records at most. With one, gdn reads a tile twice, to ask it and to fold into it, and keeps little in registers.
@@ -653,24 +679,28 @@ def store_answer(p, b_y, o_v, length, T: tl.constexpr, V: tl.constexpr, BN: tl.c
 
 @triton.jit
 def read_part(
-    planes, ring, slot, number, table, ready, t, c, ends, answer, y, skip, gate, i_b, i_h, i_v, B,
+    planes, ring, slot, first, before, length, row, number, ready, t, c, ends, answer, y, skip, gate, i_h, i_v,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
     BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, FORMAT: tl.constexpr, BB: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """read_tile or read_tokens, the checkpoint (unless there is an answer) on its way before the carry is awaited."""
-    codes, blocks, rows = 0, 1.0, 1.0
+    codes, blocks, rows, beside = 0, 1.0, 1.0, (0.0, 0.0, 0.0)
+    if T == 1:
+        beside = fetch_beside(
+            ring, skip, gate, slot, first, before, row, i_h, i_v, V, R, BP, BV, answer is not None
+        )  # fmt: skip
     if answer is None:
         codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
     if T > 1:
         read_tokens(
-            planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, answer, y, skip, gate, i_b, i_h, i_v,
-            B, T, H, G, N, V, K, R, P, PT, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
+            planes, codes, blocks, rows, ring, slot, first, before, length, row, number, ready, t, c, answer, y, skip,
+            gate, i_h, i_v, T, H, G, N, V, K, R, P, PT, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
         )  # fmt: skip
     else:
         read_tile(
-            planes, codes, blocks, rows, ring, slot, number, table, ready, t, c, ends, answer, y, skip, gate, i_b, i_h,
-            i_v, B, H, G, N, V, K, R, PT, BP, BT, BV, BK, BJ, FORMAT, BB, STAGES,
+            planes, codes, blocks, rows, beside, ring, slot, first, before, row, number, ready, t, c, ends, answer, y,
+            skip, gate, i_h, i_v, H, G, N, V, K, R, PT, BP, BT, BV, BK, BJ, FORMAT, BB, STAGES,
         )  # fmt: skip
 
 
@@ -691,11 +721,12 @@ def read_kernel(
     if PDL:
         gdc_launch_dependents()
     i_v, i_h, i_b, B = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    slot, folds = tl.load(table + i_b).to(tl.int64), tl.load(table + 4 * B + i_b)
+    # all at once: a trip to memory less
+    slot, first, before, length, _, row = load_row(table, i_b, B)
+    folds, number = tl.load(table + 4 * B + i_b), tl.load(table + 7 * B + i_b)
     if slot < 0:
-        zero_tile(y, i_b.to(tl.int64), i_h, i_v, T, H, V, BV)
+        zero_tile(y, row, i_h, i_v, T, H, V, BV)
     else:
-        number = tl.load(table + 7 * B + i_b)
         if BESIDE:
             if folds > 0:
                 parts = (V + part - 1) // part
@@ -705,18 +736,18 @@ def read_kernel(
                     i_w += 1
         if answer is None:
             read_part(
-                planes, ring, slot, number, table, ready, t, c, ends, None, y, skip, gate, i_b, i_h, i_v, B,
-                T, H, G, N, V, K, R, P, PT, BP, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
+                planes, ring, slot, first, before, length, row, number, ready, t, c, ends, None, y, skip, gate, i_h,
+                i_v, T, H, G, N, V, K, R, P, PT, BP, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
             )  # fmt: skip
         elif folds > 0:
             read_part(
-                planes, ring, slot, number, table, ready, t, c, ends, answer, y, skip, gate, i_b, i_h, i_v, B,
-                T, H, G, N, V, K, R, P, PT, BP, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
+                planes, ring, slot, first, before, length, row, number, ready, t, c, ends, answer, y, skip, gate, i_h,
+                i_v, T, H, G, N, V, K, R, P, PT, BP, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
             )  # fmt: skip
         else:
             read_part(
-                planes, ring, slot, number, table, ready, t, c, ends, None, y, skip, gate, i_b, i_h, i_v, B,
-                T, H, G, N, V, K, R, P, PT, BP, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
+                planes, ring, slot, first, before, length, row, number, ready, t, c, ends, None, y, skip, gate, i_h,
+                i_v, T, H, G, N, V, K, R, P, PT, BP, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
             )  # fmt: skip
     if PDL:
         if (i_b == B - 1) & (i_h == H - 1) & (i_v == tl.num_programs(0) - 1):
@@ -742,9 +773,10 @@ def decode_kernel(
         gdc_launch_dependents()
     i_v, i_h, i_b, B = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     J: tl.constexpr = H // G
-    slot, folds = tl.load(table + i_b).to(tl.int64), tl.load(table + 4 * B + i_b)
+    slot, first, before, length, _, row = load_row(table, i_b, B)
+    folds = tl.load(table + 4 * B + i_b)
     if slot < 0:
-        zero_tile(y, i_b.to(tl.int64), i_h, i_v, T, H, V, BV)
+        zero_tile(y, row, i_h, i_v, T, H, V, BV)
     else:
         if CHUNKS > 0:
             if folds > 0:
@@ -753,6 +785,9 @@ def decode_kernel(
                     T, H, G, N, V, K, R, P, PT, CHANNEL, BF, BK, BB, BT, 1, DELTA, FORMAT, CHUNKS, CN, AHEAD,
                 )  # fmt: skip
                 tl.debug_barrier()  # for other threads of this program
+        beside = (0.0, 0.0, 0.0)
+        if T == 1:
+            beside = fetch_beside(ring, skip, gate, slot, first, before, row, i_h, i_v, V, R, BP, BV, False)
         codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
         from_c, count = i_h * V + i_v * BV, tl.minimum(BV, V - i_v * BV)
         CARRY(
@@ -762,13 +797,13 @@ def decode_kernel(
         tl.debug_barrier()  # t, c and v are in memory, for other threads of this program
         if T > 1:
             read_tokens(
-                planes, codes, blocks, rows, ring, slot, 0, table, None, t, c, None, y, skip, gate, i_b, i_h, i_v, B,
-                T, H, G, N, V, K, R, P, PT, BR, BT, BV, BK, 1, FORMAT, BK, 1,
+                planes, codes, blocks, rows, ring, slot, first, before, length, row, 0, None, t, c, None, y, skip, gate,
+                i_h, i_v, T, H, G, N, V, K, R, P, PT, BR, BT, BV, BK, 1, FORMAT, BK, 1,
             )  # fmt: skip
         else:
             read_tile(
-                planes, codes, blocks, rows, ring, slot, 0, table, None, t, c, ends, None, y, skip, gate, i_b, i_h, i_v,
-                B, H, G, N, V, K, R, PT, BP, BT, BV, BK, 1, FORMAT, BK, 1,
+                planes, codes, blocks, rows, beside, ring, slot, first, before, row, 0, None, t, c, ends, None, y, skip,
+                gate, i_h, i_v, H, G, N, V, K, R, PT, BP, BT, BV, BK, 1, FORMAT, BK, 1,
             )  # fmt: skip
 
 
@@ -835,9 +870,6 @@ def convolve_kernel(
 # ---- launches ----
 
 
-FOLD_V = 16  # rows of V of a product on tensor cores
-
-
 class Launch(NamedTuple):
     """Launch choices of one geometry; tiles are powers of two, programs are per processor of the GPU.
 
@@ -852,8 +884,10 @@ class Launch(NamedTuple):
         carry_registers, flush_registers: the most registers of its threads, if apart (NVIDIA). None: as it likes.
         carry_heads, carry_programs: heads of a key group that are carried at a time; so many programs go through rows.
         answers: a flush also answers the row's tokens, where a format can (stores_floats).
-        flush_v, flush_programs: rows of V of one part of a flush, 16 or more; so many programs go through all parts.
-        fold_k: columns of K that are folded at a time, for FOLD_V rows of V.
+        flush_v, flush_programs: rows of V of one part of a flush, at least fold_v; so many programs go through parts.
+        flush_parts: where that were fewer parts for each, fewer programs do. The read has more room then, and hides a
+            flush that is not due in all rows at once.
+        fold_v, fold_k: rows of V and columns of K that are folded at a time.
         fold_ahead: records that are on their way while as many are folded (KDA).
     """
 
@@ -872,6 +906,8 @@ class Launch(NamedTuple):
     answers: bool
     flush_v: int
     flush_programs: int
+    flush_parts: int
+    fold_v: int
     fold_k: int
     fold_ahead: int
 
@@ -929,6 +965,16 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         carry_heads = 2
     else:
         carry_heads = 8 if V <= 64 and rows >= 128 else 4
+    flush_v = 16 if rows <= 64 or recurrence.channel_gate else V if V < 128 else 64
+    flush_programs, flush_parts, fold_v = 8, 1, 16
+    if recurrence.channel_gate:
+        flush_programs = 8 if scaled else 12
+    elif tokens == 1 and not scaled and rows >= 64:
+        # a program is done with its parts, each 31 us of it or 42, when two thirds of the step are over
+        reading = rows * H * V * K * stored.read_bytes(K) / 4.2e6
+        flush_parts = max(1, round(reading / (42 if recurrence.delta else 31) * 64 / flush_v))
+    elif not recurrence.delta and not scaled and flush_v % 32 == 0:
+        flush_programs, fold_v = 6, 32
     return Launch(
         together=together,
         read_v=min(most, read_v),
@@ -943,8 +989,10 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         carry_heads=min(carry_heads, heads),
         carry_programs=24,
         answers=True,
-        flush_v=16 if rows <= 64 or recurrence.channel_gate else V if V < 128 else 64,
-        flush_programs=8,
+        flush_v=flush_v,
+        flush_programs=flush_programs,
+        flush_parts=flush_parts,
+        fold_v=fold_v,
         fold_k=min(columns(K), 32 if recurrence.delta or format == "fp32" or tokens > 1 else 64),
         fold_ahead=1 if rows >= 64 else 4,
     )
@@ -1062,7 +1110,7 @@ def decode(
     CN = chunk_size(window, recurrence.delta and not products)
     flushing = sizes | {
         "CHANNEL": recurrence.channel_gate, "DELTA": recurrence.delta, "FORMAT": format,
-        "CHUNKS": triton.cdiv(window, CN) if beside else 0, "CN": CN, "BF": FOLD_V, "BB": chosen.fold_k,
+        "CHUNKS": triton.cdiv(window, CN) if beside else 0, "CN": CN, "BF": chosen.fold_v, "BB": chosen.fold_k,
         "AHEAD": chosen.fold_ahead,
     }  # fmt: skip
     if skip is not None:
@@ -1095,7 +1143,8 @@ def decode(
         if first + last:
             prepare_kernel[(first + last,)](
                 checkpoint, layer.key, inputs, ring, weights, table, ready, step.parent, step.kin, q, t, c, ends,
-                answer, B, last, chosen.flush_v, **(carrying | flushing), PDL=PDL, ROLE=role, BJ=chosen.carry_heads,
+                answer, B, last, chosen.flush_v, chosen.flush_parts, **(carrying | flushing), PDL=PDL, ROLE=role,
+                BJ=chosen.carry_heads,
                 BC=triton.next_power_of_2(chosen.carry_heads * V), num_warps=warps,
                 **early, **most_registers(registers, PDL),
             )  # fmt: skip

@@ -199,10 +199,10 @@ class DeviceStep(NamedTuple):
 
     Attributes:
         rows, tokens: sizes of the caller's tensors, [rows, tokens, ...].
-        table: int32 [9, rows]. (0) The slot, -1 if the row brings no token, (1) ring_start and (2) num_committed after
-            the flush, (3) tokens, (4) records in front of ring_start that each layer's decode folds into the
-            checkpoint, (5) conv_end, (6) the rows that are due, then -1, (7) the number of this step, (8) flushes of
-            the slot, that of (4) included.
+        table: int32 [10, rows], a column for each row; rows that are due come last. (0) The slot, -1 if the row brings
+            no token, (1) ring_start and (2) num_committed after the flush, (3) tokens, (4) records in front of
+            ring_start that each layer's decode folds into the checkpoint, (5) conv_end, (6) the caller's row, (7) the
+            number of this step, (8) flushes of the slot, that of (4) included, (9) how many rows are due.
         parent: int32 [rows, T] for a draft tree, None for a chain.
         kin: int8 [rows, T, T], which of the step's tokens each sees, itself included; None for a chain.
     """

@@ -47,11 +47,11 @@ def begin_kernel(
     | given    | [B]    | int64 | in     | slots, negative for padding                          |
     | lengths  | [B]    | int64 | in     | tokens of every row, or None for T                   |
     | accepted | [B]    | int64 | in     | what counts of each slot's pending tokens, or None   |
-    | table    | [9, B] | int32 | out    | DeviceStep.table                                     |
+    | table    | [10, B]| int32 | out    | DeviceStep.table                                     |
     """
     number = tl.load(clock) + 1
     tl.store(clock, number)
-    num_due, from_row = 0, 0
+    num_due, num_other, from_row = 0, 0, 0
     while from_row < B:
         i = from_row + tl.arange(0, BLOCK)
         m = i < B
@@ -86,24 +86,27 @@ def begin_kernel(
         tl.store(p + FLUSHES * S, flushes, mask=due)
         # (2) begin
         tl.store(p + REACH * S, tl.minimum(tl.where(due, 0, reach), MOST - length), mask=active)
-        at = table + i
+        # (3) its place: those that are due come last
+        due = due.to(tl.int32)
+        other = m.to(tl.int32) - due
+        place = tl.where(due == 1, B - num_due - tl.cumsum(due, 0), num_other + tl.cumsum(other, 0) - 1)
+        num_due += tl.sum(due, 0)
+        num_other += tl.sum(other, 0)
+        at = table + place
         tl.store(at, tl.where(active, slot, -1).to(tl.int32), mask=m)
         tl.store(at + B, start.to(tl.int32), mask=m)
         tl.store(at + 2 * B, committed.to(tl.int32), mask=m)
         tl.store(at + 3 * B, length.to(tl.int32), mask=m)
         tl.store(at + 4 * B, folds.to(tl.int32), mask=m)
         tl.store(at + 5 * B, conv_end.to(tl.int32), mask=m)
+        tl.store(at + 6 * B, i, mask=m)
         tl.store(at + 7 * B, 0 * i + number, mask=m)
         tl.store(at + 8 * B, flushes.to(tl.int32), mask=m)
-        # (3) the list of rows that are due
-        place = num_due + tl.cumsum(due.to(tl.int32), 0) - 1
-        tl.store(table + 6 * B + place, i, mask=due)
-        num_due += tl.sum(due.to(tl.int32), 0)
         from_row += BLOCK
-    from_row = num_due
+    from_row = 0
     while from_row < B:
         i = from_row + tl.arange(0, BLOCK)
-        tl.store(table + 6 * B + i, 0 * i - 1, mask=i < B)
+        tl.store(table + 9 * B + i, 0 * i + num_due, mask=i < B)
         from_row += BLOCK
 
 
@@ -117,7 +120,7 @@ def commit_kernel(cursors, table, counts, S, B, CONV: tl.constexpr, BLOCK: tl.co
     p = cursors + tl.where(active, slot, 0)
     wanted = tl.load(table + 3 * B + i, mask=m, other=0).to(tl.int64)
     if counts is not None:
-        wanted = tl.load(counts + i, mask=m, other=0)
+        wanted = tl.load(counts + tl.load(table + 6 * B + i, mask=m, other=0), mask=m, other=0)
     pending = tl.load(p + PENDING * S, mask=active, other=0)
     n = count_up(p, S, active, pending, wanted, CONV)
     clamped = tl.load(p + CLAMPED * S, mask=active, other=0)
@@ -200,7 +203,7 @@ def compact_kernel(
     Grid (B, blocks of BLOCK elements of all pools, one after the other).
     """
     i_b, i = tl.program_id(0), tl.program_id(1)
-    slot, row = tl.load(table + i_b).to(tl.int64), i_b.to(tl.int64)
+    slot, row = tl.load(table + i_b).to(tl.int64), tl.load(table + 6 * B + i_b).to(tl.int64)
     inside = slot >= 0
     first = tl.load(table + B + i_b) + tl.load(table + 2 * B + i_b)
     end = tl.load(table + 5 * B + i_b)
@@ -238,7 +241,7 @@ def begin(
     Where `accepted` is given, ring.commit comes first.
     """
     rows = len(given)
-    table = torch.empty(9, rows, dtype=torch.int32, device=given.device)
+    table = torch.empty(10, rows, dtype=torch.int32, device=given.device)
     if rows:
         begin_kernel[(1,)](
             cursors, clock, given, lengths, accepted, table, cursors.shape[1], rows,

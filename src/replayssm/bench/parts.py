@@ -70,7 +70,7 @@ def only(part: str) -> ExitStack:
     if part in ("read", "none"):
         stack.enter_context(mock.patch.object(kernels, "prepare_kernel", left))
     if part == "read":
-        stack.enter_context(changed({"answers": False}))  # of all rows
+        stack.enter_context(launches.changed({"answers": False}))  # of all rows
         stack.enter_context(mock.patch.object(kernels, "read_kernel", _Alone(kernels.read_kernel)))
     else:
         stack.enter_context(mock.patch.object(kernels, "read_kernel", left))
