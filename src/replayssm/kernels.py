@@ -785,9 +785,6 @@ def decode_kernel(
                     T, H, G, N, V, K, R, P, PT, CHANNEL, BF, BK, BB, BT, 1, DELTA, FORMAT, CHUNKS, CN, AHEAD,
                 )  # fmt: skip
                 tl.debug_barrier()  # for other threads of this program
-        beside = (0.0, 0.0, 0.0)
-        if T == 1:
-            beside = fetch_beside(ring, skip, gate, slot, first, before, row, i_h, i_v, V, R, BP, BV, False)
         codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
         from_c, count = i_h * V + i_v * BV, tl.minimum(BV, V - i_v * BV)
         CARRY(
@@ -801,6 +798,7 @@ def decode_kernel(
                 i_h, i_v, T, H, G, N, V, K, R, P, PT, BR, BT, BV, BK, 1, FORMAT, BK, 1,
             )  # fmt: skip
         else:
+            beside = fetch_beside(ring, skip, gate, slot, first, before, row, i_h, i_v, V, R, BP, BV, False)
             read_tile(
                 planes, codes, blocks, rows, beside, ring, slot, first, before, row, 0, None, t, c, ends, None, y, skip,
                 gate, i_h, i_v, H, G, N, V, K, R, PT, BP, BT, BV, BK, 1, FORMAT, BK, 1,
@@ -988,7 +986,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         flush_registers=flush_registers,
         carry_heads=min(carry_heads, heads),
         carry_programs=24,
-        answers=True,
+        answers=rows >= 64,
         flush_v=flush_v,
         flush_programs=flush_programs,
         flush_parts=flush_parts,
