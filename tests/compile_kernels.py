@@ -39,7 +39,7 @@ SHAPES = {
     "kda": [(32, 32, 128, 128)],
 }
 WINDOW, WIDTH = 16, 4
-ROWS = (1, 256)
+ROWS = (1, 32, 256)  # 32, where carry and flush are one launch: one token, and the first geometry of every recurrence
 EXTRA: dict[str, int] = {}
 BF16, FP32 = Field("*bf16", "i32", "i32"), Field("*fp32", "i32", "i32")
 RING = Ring(*(Pool(pointer, "i32") for pointer in ("*bf16", "*bf16", *4 * ("*fp32",), "*bf16")))
@@ -140,7 +140,7 @@ def jobs(
         pools = tuple(Pool(POINTERS[plane.dtype], "i32") for plane in formats.get(fmt).planes)
         planes = {"planes": pools, "key": "*i64"}
         folding = sizes | {"FORMAT": fmt, "DELTA": delta, "CHUNKS": 1, "CN": 16}
-        for rows in ROWS:
+        for rows in ROWS if tokens == 1 and size == SHAPES[name][0] and fmt in FORMATS else (ROWS[0], ROWS[-1]):
             chosen = kernels.launch(recurrence, Geometry(*size), fmt, rows, tokens)
             folding |= {"AHEAD": chosen.fold_ahead}
             reading = carrying | {
@@ -161,17 +161,21 @@ def jobs(
                     "BJ": chosen.carry_heads, "PDL": PDL, "BESIDE": True, "FORMAT": fmt, "BB": chosen.read_k,
                     "STAGES": chosen.read_stages,
                 }  # fmt: skip
-                found.append((f"read {fmt}", kernels.read_kernel, types, constants, chosen.read_warps, None))
+                if rows == ROWS[-1]:
+                    found.append((f"read {fmt}", kernels.read_kernel, types, constants, chosen.read_warps, None))
                 constants = carrying | folding | {
                     "BF": chosen.fold_v, "BB": chosen.fold_k, "PDL": PDL,
                     "BJ": chosen.carry_heads,
                     "BC": triton.next_power_of_2(chosen.carry_heads * V),
                 }  # fmt: skip
                 types |= inputs | {"B": "i32", "flushers": "i32"}
-                for role, *limits in (
-                    ("carry", chosen.carry_warps, chosen.carry_registers),
-                    ("flush", chosen.flush_warps, chosen.flush_registers),
-                ):
+                roles: list[tuple[str, int, int | None]] = [("both", chosen.carry_warps, None)]
+                if chosen.apart:
+                    roles = [
+                        ("carry", chosen.carry_warps, chosen.carry_registers),
+                        ("flush", chosen.flush_warps, chosen.flush_registers),
+                    ]
+                for role, *limits in roles:
                     found.append((f"{role} {fmt}", kernels.prepare_kernel, types, constants | {"ROLE": role}, *limits))
         into = planes | {"into": pools, "ring": ring}
         into |= dict.fromkeys(("slots", "start", "counts", "flushes"), "*i64")

@@ -239,7 +239,7 @@ def test_a_captured_layer_may_follow_any_work(last: str, rows: int, generator: t
         assert relative(outputs[-1], expected) < 1e-5
 
 
-@pytest.mark.parametrize("sizes", [(3, 4), (24, 140)], ids=["one launch", "two launches"])
+@pytest.mark.parametrize("sizes", [(3, 4), (24, 60), (70, 140)], ids=["one launch", "two", "three"])
 @pytest.mark.parametrize("format", ["fp32", "split16"])
 @pytest.mark.parametrize("name", recurrences.names())
 def test_bitwise_repeatable_and_independent_of_the_batch(

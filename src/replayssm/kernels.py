@@ -881,7 +881,7 @@ class Launch(NamedTuple):
         carry_warps, flush_warps: warps of a program that carries or flushes.
         carry_registers, flush_registers: the most registers of its threads, if apart (NVIDIA). None: as it likes.
         carry_heads, carry_programs: heads of a key group that are carried at a time; so many programs go through rows.
-        answers: a flush also answers the row's tokens, where a format can (stores_floats).
+        answers: a flush also answers the row's tokens, where a format can (stores_floats). With few rows it is slower.
         flush_v, flush_programs: rows of V of one part of a flush, at least fold_v; so many programs go through parts.
         flush_parts: where that were fewer parts for each, fewer programs do. The read has more room then, and hides a
             flush that is not due in all rows at once.
@@ -914,7 +914,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
     """Launch choices, found on an NVIDIA H200 (docs/log.md, 2026-11-30). KDA's of several tokens were not measured.
 
     What decides the order of a sum is one choice for every number of rows, so a row's result does not depend on how
-    many there are, but for one launch against two.
+    many there are, but for one launch against more, and for flushes that answer.
     """
     H, G, V, K = geometry
     most, scaled, heads = triton.next_power_of_2(V), needs_whole_rows(format), triton.next_power_of_2(H // G)

@@ -707,7 +707,8 @@ def predicted(of: Times, row: dict[str, Any]) -> tuple[float, float]:
 def fit(rows: Sequence[dict[str, Any]], command: str) -> dict[str, Any]:
     """kernel_times.json: for every GPU and recurrence, the constants of Replayed and Stock that rows show.
 
-    All are at least 0, and make the largest relative error smallest: a linear programme.
+    All are at least 0, and make the largest relative error smallest, that of fewer than 32 rows by half: a linear
+    programme.
 
     Raises:
         ValueError: no row can be used.
@@ -731,9 +732,10 @@ def fit(rows: Sequence[dict[str, Any]], command: str) -> dict[str, Any]:
                 layer, count, moved, before = _measured(row)
                 *factors, elements = _beyond(layer, count, moved, 1)
                 chosen = [elements if row["format"] == name else 0.0 for name in names]
-                ours.append((row["us"], count * moved.total / read / 1e3, [*factors, *chosen]))
+                weight = 1.0 if count >= 32 else 0.5
+                ours.append((row["us"], count * moved.total / read / 1e3, [*factors, *chosen], weight))
                 sizes = [count * size / 1e6 for size in (before.total - before.beside, before.beside)]
-                stock.append((row["baseline_us"], count * before.total / copy / 1e3, [1.0, *sizes]))
+                stock.append((row["baseline_us"], count * before.total / copy / 1e3, [1.0, *sizes], weight))
             launch, apart, carry, flush, wait, *decode = _smallest_error(ours)
             entry["replayed"][recurrence] = Replayed(
                 launch, apart, carry, flush, wait, dict(zip(names, decode, strict=True))
@@ -767,16 +769,16 @@ def fit(rows: Sequence[dict[str, Any]], command: str) -> dict[str, Any]:
     return made
 
 
-def _smallest_error(samples: list[tuple[float, float, list[float]]]) -> list[float]:
-    """Constants c >= 0 by which least + factors . c comes nearest to the measured, in relative error.
+def _smallest_error(samples: list[tuple[float, float, list[float], float]]) -> list[float]:
+    """Constants c >= 0 by which least + factors . c comes nearest to the measured, in relative error times a weight.
 
     The largest error counts, and a little the mean one, which decides where several would do.
     """
     import numpy as np
     from scipy.optimize import linprog
 
-    measured, least, factors = (np.array(column) for column in zip(*samples, strict=True))
-    A, b = factors / measured[:, None], 1 - least / measured
+    measured, least, factors, weight = (np.array(column) for column in zip(*samples, strict=True))
+    A, b = factors * (weight / measured)[:, None], weight * (1 - least / measured)
     n, m = A.shape
     # unknowns: c, the errors of every sample, the largest one
     cost = np.concatenate([np.zeros(m), np.full(n, 0.1 / n), [1.0]])
