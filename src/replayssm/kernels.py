@@ -474,7 +474,7 @@ def read_tile(
     P: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
     FORMAT: tl.constexpr, BB: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y = (c_0 S0 t + sum_j c_j v_j + D v) silu(z) for row i_b, head i_h, part i_v of V.
+    """y = (c_0 S0 t + sum_j c_j v_j + D v) silu(z) for the caller's row `row`, head i_h, part i_v of V.
 
     S0 [BV, BK] comes as stored (fetch_read) and is decoded when the carry is there: few registers wait. Or (BB < BK, no
     scales) it is fetched here, BB columns at a time, STAGES such blocks on their way at most. Of a row that was flushed
