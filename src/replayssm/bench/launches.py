@@ -49,6 +49,8 @@ GROUPS: dict[str, list[dict[str, int]]] = {
         for n in (8, 12, 16)
     ]
     + [{"flush_registers": n} for n in (128, 168, 255)]
+    + [{"flush_parts": n} for n in (1, 2, 4, 8)]
+    + [{"fold_v": 32, "flush_v": 64, "flush_programs": n} for n in (6, 8)]
     + [{"answers": 0}],
     "carry": [
         {"carry_heads": heads, "carry_warps": warps, "carry_programs": n}
