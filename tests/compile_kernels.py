@@ -232,7 +232,7 @@ def costs() -> None:
 
 
 def main(arch: str) -> None:
-    """One line per kernel, geometry and format; of AMD, whose registers are not known, the first geometries only."""
+    """One line per kernel, geometry and format."""
     amd = arch.startswith("gfx")
     target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch), 32)
     arithmetic_kernel.NVIDIA = formats_kernel.NVIDIA = tl.constexpr(not amd)
@@ -248,7 +248,7 @@ def main(arch: str) -> None:
         constants = {name: x for name, x in (cursors | own).items() if not isinstance(x, str)}
         print(arch, "all", what, resources(kernel, types, constants, 4, target), flush=True)
     for name, sizes in SHAPES.items():
-        for size in sizes[:1] if amd else sizes:
+        for size in sizes:
             for what, kernel, types, constants, warps, most in jobs(name, size, 1, amd):
                 print(arch, name, size, what, resources(kernel, types, constants, warps, target, most), flush=True)
 

@@ -168,8 +168,8 @@ def test_kernels_compile_without_a_gpu(arch: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
     # cursors' two kernels; of six geometries in four formats decode (B = 1), read, carry, flush and fold; of three
-    # geometries (on AMD, of these only) these five in two formats more, and carry and flush at once (B = 32) in four
-    assert len(lines) == 2 + (3 if arch == "gfx942" else 6) * 4 * 5 + 3 * 2 * 5 + 3 * 4
+    # geometries these five in two formats more, and carry and flush at once (B = 32) in four
+    assert len(lines) == 2 + 6 * 4 * 5 + 3 * 2 * 5 + 3 * 4
     for line in lines if arch != "gfx942" else []:
         # a few spill, where more programs then fit on a processor (docs/log.md)
         most = 128 if any(f" {part} " in line for part in ("carry", "flush", "both")) else 0
