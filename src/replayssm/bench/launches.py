@@ -23,6 +23,7 @@ from replayssm.bench import append_rows
 from replayssm.bench import kernels as kernels_bench
 from replayssm.bench.kernels import (
     CASES,
+    WINDOW,
     AcceptedOption,
     BatchOption,
     CaseOption,
@@ -43,7 +44,7 @@ GROUPS: dict[str, list[dict[str, int]]] = {
     ]
     + [{"read_k": columns, "read_stages": n} for columns, n in ((32, 3), (64, 2), (64, 3))],
     "flush": [
-        {"fold_k": columns, "flush_v": v, "flush_programs": n}
+        {"fold_k": columns, "fold_v": 16, "flush_v": v, "flush_programs": n}
         for columns in (32, 64)
         for v in (16, 32, 64, 128)
         for n in (8, 12, 16)
@@ -74,7 +75,7 @@ def main(
     case: CaseOption = list(CASES),  # noqa: B006
     batch: BatchOption = "256",
     formats: FormatOption = "fp32,split16",
-    window: WindowOption = 16,
+    window: WindowOption = WINDOW,
     tokens: TokensOption = 1,
     accepted: AcceptedOption = 1.0,
     group: Annotated[list[str], typer.Option(help=f"Of {', '.join(GROUPS)}.")] = list(GROUPS)[:-1],  # noqa: B006
