@@ -104,6 +104,17 @@ def test_all_ways_to_fold(
 
 
 @pytest.mark.parametrize("name", recurrences.names())
+def test_no_row_of_a_state_is_folded_by_two_programs(name: str) -> None:
+    """What is folded at a time lies in the part of one program, whatever the sizes."""
+    recurrence = recurrences.get(name)
+    for H, V, rows, tokens in itertools.product((1, 2, 32), (20, 32, 64, 80, 128), (1, 63, 64, 65, 128, 256), (1, 5)):
+        for fmt in ("fp32", "split16", "fp8"):
+            chosen = kernels.launch(recurrence, Geometry(H, 1, V, 128), fmt, rows, tokens)
+            part = chosen.read_v if chosen.together else max(chosen.flush_v, 16)
+            assert chosen.fold_v <= part, (H, V, rows, chosen)
+
+
+@pytest.mark.parametrize("name", recurrences.names())
 def test_16_bit_activations(name: str, generator: torch.Generator) -> None:
     life = Life(make_cache(name, SMALL, dtype=torch.float16, implementation="triton", slots=1, window=2), generator)
     life.plain(5)

@@ -971,7 +971,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         # a program is done with its parts, each 31 us of it or 42, when two thirds of the step are over
         reading = rows * H * V * K * stored.read_bytes(K) / 4.2e6
         flush_parts = max(1, round(reading / (42 if recurrence.delta else 31) * 64 / flush_v))
-    elif not recurrence.delta and not scaled and flush_v % 32 == 0:
+    elif not together and not recurrence.delta and not scaled and flush_v % 32 == 0:
         flush_programs, fold_v = 6, 32
     return Launch(
         together=together,
