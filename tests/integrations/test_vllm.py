@@ -100,7 +100,7 @@ def test_every_token_belongs_to_one_kind_of_row(rows: list[tuple[int, bool, int]
         decoded = length == 1 or (drafting and draft >= 1 and length == draft + 1)
         assert (i in found.prefills) == (length > 0 and not decoded)
         assert not decoded or i in found.decodes
-        assert (i in found.fresh) == (length == 1 and begins)
+        assert (i in found.fresh) == (decoded and begins)
     taken = np.arange(starts[-1])[found.prefill_tokens] if len(found.prefills) else np.arange(0)
     gather, answers, places = ragged(starts, found.decodes, found.tokens)
     assert sorted([*taken, *answers]) == list(range(starts[-1]))
@@ -139,12 +139,12 @@ class Engine:
         )
         self.accepted: dict[int, int] = {}  # by block, of its last step
 
-    def step(self, lengths: dict[int, int], begin: set[int] = frozenset()) -> None:
-        """Blocks bring tokens; those that `begin` have none before."""
+    def step(self, lengths: dict[int, int], begin: set[int] = frozenset(), padded: set[int] = frozenset()) -> None:
+        """Blocks bring tokens; those that `begin` have none before; of those `padded` all but the first are none."""
         blocks, mine = list(lengths), np.array(list(lengths.values()))
         starts = np.concatenate([[0], np.cumsum(mine)])
         begins = np.array([block in begin for block in blocks])
-        drafts = np.array([-1 if block in begin else n - 1 for block, n in lengths.items()])
+        drafts = np.array([-1 if block in begin - padded else n - 1 for block, n in lengths.items()])
         found = split(starts, begins, drafts if self.most > 1 else None, self.most)
         table, accepted = torch.tensor(blocks), torch.tensor([self.accepted.pop(block, 1) for block in blocks])
         if len(found.fresh):
@@ -155,7 +155,7 @@ class Engine:
         )
         counted = {
             block: (
-                int(torch.randint(1, lengths[block] + 1, (), generator=self.generator))
+                int(torch.randint(1, 2 if block in padded else lengths[block] + 1, (), generator=self.generator))
                 if i in found.decodes
                 else lengths[block]
             )
@@ -203,6 +203,7 @@ def test_a_groups_life_in_an_engines_pages(name: str, drafts: int, generator: to
         life.step({1: 3, 2: 3, 4: 3})
         life.step({4: 1, 1: 3, 2: 2})  # who drafted, and who did not
         life.step({2: 3, 5: 4, 1: 1}, begin={5})
+        life.step({2: 3, 5: 3, 1: 3}, begin={5}, padded={5})  # a prompt of one token on a block as another left it
     for _ in range(5):
         life.step(dict.fromkeys((1, 2, 4), 1 + drafts if drafts != 3 else 3))
     life.step({2: 1, 1: 6}, begin={1})  # preempted, and prefilled again on the block as it lies

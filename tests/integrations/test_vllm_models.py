@@ -84,13 +84,16 @@ def child(case: dict[str, Any]) -> dict[str, Any]:
     for prompt, output, score in zip(prompts, outputs, scored, strict=True):
         n = len(prompt["prompt_token_ids"])
         for i, (token, said) in enumerate(zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)):
-            differences.append(abs(said[token].logprob - score.prompt_logprobs[n + i][token].logprob))
+            off = abs(said[token].logprob - score.prompt_logprobs[n + i][token].logprob)
+            differences.append((off, n, i))
     config = engine.llm_engine.vllm_config
     counters = {metric.name: getattr(metric, "value", None) for metric in engine.get_metrics()}
     return {
         "preemptions": counters.get("vllm:num_preemptions"),
         "accepted": counters.get("vllm:spec_decode_num_accepted_tokens"),
-        "mean": sum(differences) / len(differences), "worst": max(differences), "tokens": len(differences),
+        "mean": sum(off for off, *_ in differences) / len(differences), "worst": max(differences)[0],
+        "worst_at": sorted(differences)[-6:],  # [off, tokens of the prompt, tokens since]
+        "tokens": len(differences),
         "graphs": str(config.compilation_config.cudagraph_mode), "runner": 2 if config.use_v2_model_runner else 1,
         "dtype": str(config.model_config.dtype), "blocks": config.cache_config.num_gpu_blocks,
     }  # fmt: skip

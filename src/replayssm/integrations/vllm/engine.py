@@ -5,6 +5,7 @@ A layer that we take over keeps everything of its own but the state: `get_kv_cac
 rows to the Pool. Prefill rows run vLLM's own kernels, on states that the Pool hands out and takes back.
 """
 
+import functools
 import re
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -102,7 +103,8 @@ class _Builder:
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Metadata:
         """Decode rows only: as many tokens each as the graph is for."""
         drafts = torch.diff(common_attn_metadata.query_start_loc_cpu) - 1
-        return self.build(0, common_attn_metadata, num_decode_draft_tokens_cpu=drafts if self.most > 1 else None)
+        running = common_attn_metadata.replace(is_prefilling=None)
+        return self.build(0, running, num_decode_draft_tokens_cpu=drafts if self.most > 1 else None)
 
     def build(
         self,
@@ -117,9 +119,7 @@ class _Builder:
         starts = m.query_start_loc_cpu[: m.num_reqs + 1].numpy().astype(np.int64)
         lengths = np.diff(starts)
         before = m.seq_lens_cpu_upper_bound[: m.num_reqs].numpy() - lengths
-        beginning = (
-            (before <= 0) & m.is_prefilling[: m.num_reqs].numpy() if m.is_prefilling is not None else lengths < 0
-        )
+        beginning = (before <= 0) & (m.is_prefilling is not None)
         drafts = num_decode_draft_tokens_cpu
         split = host.split(
             starts, beginning, None if drafts is None else drafts[: m.num_reqs].numpy().astype(np.int64), self.most
@@ -203,6 +203,30 @@ def _upload(values: Any, device: torch.device) -> Tensor:
     return torch.from_numpy(values).pin_memory().to(device, non_blocking=True)
 
 
+def _placeholders_are_drafts() -> None:
+    """A prompt of one token that joins running rows comes with placeholders for drafts, so that rows stay alike.
+
+    Model runner V2 calls that a prefill, whose tokens all count, and vLLM's own layers keep the placeholders' inputs
+    in their states. From here on it is a decode, as V2 has it where the prompt's other tokens were computed before.
+    """
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState  # it imports the runner
+
+    own = MambaHybridModelState.prepare_attn
+    if hasattr(own, "__wrapped__"):
+        return
+
+    @functools.wraps(own)
+    def prepare_attn(self: Any, input_batch: Any, *arguments: Any, **options: Any) -> Any:
+        drafts = input_batch.num_draft_tokens_per_req
+        if drafts is not None:
+            padded = (drafts > 0) & (input_batch.num_scheduled_tokens == drafts + 1) & input_batch.is_prefilling_np
+            known = input_batch.prefill_runs_as_decode_np
+            input_batch.prefill_runs_as_decode_np = padded if known is None else known | padded
+        return own(self, input_batch, *arguments, **options)
+
+    MambaHybridModelState.prepare_attn = prepare_attn
+
+
 def _order(name: str) -> tuple[int, ...]:
     """Layers in the order in which a step runs them: by the numbers in their names."""
     return tuple(map(int, re.findall(r"\d+", name)))
@@ -281,6 +305,8 @@ class _Layer(MambaBase):
         size = page_bytes(recurrence, geometry, settings.window, most, settings.format, dtype, conv, device="cuda")
         self.replay = _Taken(settings, (recurrence, geometry, conv, dtype), most, size, backend)
         _say_page_size(config)
+        if most > 1:
+            _placeholders_are_drafts()
         own = _spec(tuple(self.get_state_shape()), self.get_state_dtype()).page_size_bytes
         logger.info_once(_memory_sentence(settings, size, most, own))
 

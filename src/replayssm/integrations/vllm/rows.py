@@ -15,7 +15,8 @@ class Split(NamedTuple):
         decodes: rows that bring one token, or one and its drafts, in the engine's order. Rows without a token are
             among them where no row is a prefill (a CUDA graph has them at its end).
         prefills: all others that bring tokens.
-        fresh: those of `decodes` that are a prompt's whole beginning: their slot is reset first.
+        fresh: those of `decodes` that begin (a prompt of one token, alone or with placeholders for drafts beside it):
+            their slot is reset first.
         tokens: T, the most tokens of a decode row, 1 at least.
         dense: the decode rows are the step's first rows and bring T tokens each, but for rows without one at the end:
             their tokens can be taken as [B, T] without a copy.
@@ -57,7 +58,7 @@ def split(starts: Ints, beginning: NDArray[np.bool_], drafts: Ints | None, most:
         taken: Ints | slice = slice(int(starts[others[0]]), int(starts[others[-1] + 1]))
     else:
         taken = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in others] or [np.arange(0)])
-    return Split(rows, others, np.flatnonzero(decodes & beginning & (lengths == 1)), tokens, dense, taken)
+    return Split(rows, others, np.flatnonzero(decodes & beginning & (lengths > 0)), tokens, dense, taken)
 
 
 def ragged(starts: Ints, decodes: Ints, tokens: int) -> tuple[Ints, Ints, Ints]:
