@@ -962,7 +962,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
     if recurrence.delta:
         carry_heads = 2
     else:
-        carry_heads = 8 if V <= 64 and rows >= 128 else 4
+        carry_heads = 8 if V <= 64 and rows >= (32 if halves else 128) else 4
     flush_v = 16 if rows <= 64 or recurrence.channel_gate else V if V < 128 else 64
     flush_programs, flush_parts, fold_v = 8, 1, 16
     if recurrence.channel_gate:
