@@ -200,7 +200,7 @@ def flush_block(planes, key, flushes, V: tl.constexpr, K: tl.constexpr, BV: tl.c
     """A flush of nothing: BV rows decoded and encoded again."""
     slot, o_v = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     tile = load_update(planes, slot, 0, o_v, V, K, BV, K, FORMAT)
-    store(planes, slot, 0, o_v, tile, key, slot, tl.load(flushes + slot), 0, V, K, BV, K, FORMAT)
+    store(planes, slot, 0, o_v, tile, key, slot, tl.load(flushes + slot), V, K, BV, K, FORMAT)
 
 
 def instructions(kernel: Any, fmt: str, BV: int) -> int:

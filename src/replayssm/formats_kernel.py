@@ -7,6 +7,7 @@ power of two, masked); `planes` are all planes of a format, in its order, as Poo
     decode_read  -> tile, scale        scaled(tile, scale) is what they read, summed(tile, scale, t) its product with t
     load_update  tile                  what a flush starts from
     store        tile ->               encode and write every plane
+    store_block  part of a tile ->     the same by blocks of columns, once `widest` has seen them all; then store_scales
 
 A scale multiplies the sum over what it serves, a row or a block, not every element. What decoding and encoding cost,
 in machine instructions per element, is printed by `python tests/compile_kernels.py cost` (table in docs/formats.md).
@@ -104,7 +105,7 @@ def is_stochastic(FORMAT: Any) -> bool:
 
 @triton.constexpr_function
 def needs_whole_rows(FORMAT: Any) -> bool:
-    """Whether a row of K can be encoded only as a whole, since it has a scale."""
+    """Whether a row of K can be encoded only when all of it was seen, since it has a scale."""
     fmt = described(FORMAT)
     return bool(fmt.reads.parts or fmt.kind.parts)
 
@@ -461,16 +462,16 @@ def to_e4m3(value):
 
 @triton.jit
 def store_nibbles(
-    plane, slot, i_h, o_v, x, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr
+    plane, slot, i_h, o_v, x, from_k, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
     """int32 0 to 15, [BV, BK], two a byte."""
     low, high = tl.split(tl.reshape(x, [BV, BK // 2, 2]))
-    store_elements(plane, slot, i_h, o_v, (low | (high << 4)).to(tl.uint8), V, K // 2, BK // 2)
+    store_elements(plane, slot, i_h, o_v, (low | (high << 4)).to(tl.uint8), V, K // 2, BK // 2, from_k // 2)
 
 
 @triton.jit
 def store_e2m1(
-    plane, slot, i_h, o_v, x, random, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+    plane, slot, i_h, o_v, x, random, from_k, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Numbers up to 6 in size as e2m1; returns what was stored, fp32."""
@@ -478,57 +479,95 @@ def store_e2m1(
     bits = value.to(tl.int32, bitcast=True)
     size = tl.abs(value)
     code = tl.where(size < 1.0, (size * 2.0).to(tl.int32), (size.to(tl.int32, bitcast=True) >> 22) - 252)
-    store_nibbles(plane, slot, i_h, o_v, code | tl.where(bits < 0, 8, 0), V, K, BV, BK)
+    store_nibbles(plane, slot, i_h, o_v, code | tl.where(bits < 0, 8, 0), from_k, V, K, BV, BK)
     return value
 
 
 @triton.jit
+def widest(most, bad, b_s, from_k, K: tl.constexpr):
+    """Of rows whose columns from from_k on are b_s [BV, BK]: the largest finite size so far, and NaN if one is not.
+
+    Begins with zeros [BV].
+    """
+    m_k = from_k + tl.arange(0, b_s.shape[1]) < K
+    size = tl.abs(b_s)
+    finite = size < float("inf")
+    most = tl.maximum(most, tl.max(tl.where(finite & m_k, size, 0.0), 1))
+    return most, tl.where(tl.max(tl.where(finite | (m_k == 0), 0, 1), 1) > 0, float("nan"), bad)
+
+
+@triton.jit
 def store_scaled(
-    planes, slot, i_h, o_v, b_s, random, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-    KIND: tl.constexpr, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr,
+    planes, slot, i_h, o_v, b_s, most, bad, random, from_k, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Store a scaled kind; returns the codes, and state over scale before rounding (the codes in rows not finite)."""
-    finite = tl.abs(b_s) < float("inf")
-    b_s = tl.where(finite, b_s, 0.0)
-    bad = tl.where(tl.max(tl.where(finite, 0, 1), 1) > 0, float("nan"), 0.0)
+    """Store columns of a scaled kind, whose rows are as `widest` says; scales of rows are stored by store_scales.
+
+    Returns the codes, and state over scale before rounding (the codes in rows not finite).
+    """
+    b_s = tl.where(tl.abs(b_s) < float("inf"), b_s, 0.0)
     if KIND == "fp8":
-        exponent = power(tl.max(tl.abs(b_s), 1), 0x43E00000)  # 448
-        ratio = b_s * two_to(254 - exponent)[:, None]
+        ratio = b_s * two_to(254 - power(most, 0x43E00000))[:, None]  # 448
         code = round_float(clamp(ratio, 448.0), random, 3, -6, STOCHASTIC)
-        store_elements(planes[FIRST], slot, i_h, o_v, to_e4m3(code), V, K, BK)
-        store_rows(planes[FIRST + 1], slot, i_h, o_v, two_to(exponent) + bad, V)
+        store_elements(planes[FIRST], slot, i_h, o_v, to_e4m3(code), V, K, BK, from_k)
     elif KIND == "int8":
-        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(b_s), 1), tl.full([BV], 127.0, tl.float32)), 1.1754943508222875e-38)
-        ratio = product(b_s, tl.broadcast_to(tl.div_rn(tl.full([BV], 1.0, tl.float32), scale)[:, None], [BV, BK]))
+        inverse = tl.div_rn(tl.full([BV], 1.0, tl.float32), int8_scale(most))
+        ratio = product(b_s, tl.broadcast_to(inverse[:, None], [BV, BK]))
         whole = tl.minimum(tl.maximum(round_integer(ratio, random, STOCHASTIC), -127), 127)
         code = whole.to(tl.float32)
-        store_elements(planes[FIRST], slot, i_h, o_v, (whole + 128).to(tl.uint8), V, K, BK)
-        store_rows(planes[FIRST + 1], slot, i_h, o_v, scale + bad, V)
+        store_elements(planes[FIRST], slot, i_h, o_v, (whole + 128).to(tl.uint8), V, K, BK, from_k)
     elif KIND == "fp4":
-        exponent = power(tl.max(tl.abs(b_s), 1), 0x45280000)  # 6 * 448
+        exponent = power(most, 0x45280000)  # 6 * 448
         blocks = tl.reshape(b_s * two_to(254 - exponent)[:, None], [BV, BK // 16, 16])
-        most = tl.minimum(tl.maximum(tl.max(tl.abs(blocks), 2) * 0.16666667163372040, 0.015625), 448.0)
-        scale = round_float(most, 0, 3, -6, False)
+        high = tl.minimum(tl.maximum(tl.max(tl.abs(blocks), 2) * 0.16666667163372040, 0.015625), 448.0)
+        scale = round_float(high, 0, 3, -6, False)
         inverse = tl.div_rn(tl.full([BV, BK // 16], 1.0, tl.float32), scale)
         ratio = tl.reshape(product(blocks, tl.broadcast_to(inverse[:, :, None], [BV, BK // 16, 16])), [BV, BK])
-        code = store_e2m1(planes[FIRST], slot, i_h, o_v, clamp(ratio, 6.0), random, V, K, BV, BK, STOCHASTIC)
+        code = store_e2m1(planes[FIRST], slot, i_h, o_v, clamp(ratio, 6.0), random, from_k, V, K, BV, BK, STOCHASTIC)
         stored = (scale.to(tl.int32, bitcast=True) >> 20) - 960
-        store_elements(planes[FIRST + 1], slot, i_h, o_v, stored.to(tl.uint8), V, K // 16, BK // 16)
-        store_rows(planes[FIRST + 2], slot, i_h, o_v, two_to(exponent) + bad, V)
+        store_elements(planes[FIRST + 1], slot, i_h, o_v, stored.to(tl.uint8), V, K // 16, BK // 16, from_k // 16)
     else:
         blocks = tl.reshape(b_s, [BV, BK // 32, 32])
         exponent = power(tl.max(tl.abs(blocks), 2), 0x40C00000)  # 6
         ratio = tl.reshape(blocks * two_to(254 - exponent)[:, :, None], [BV, BK])
-        code = store_e2m1(planes[FIRST], slot, i_h, o_v, clamp(ratio, 6.0), random, V, K, BV, BK, STOCHASTIC)
+        code = store_e2m1(planes[FIRST], slot, i_h, o_v, clamp(ratio, 6.0), random, from_k, V, K, BV, BK, STOCHASTIC)
         stored = tl.where((bad == bad)[:, None], exponent, 255)
-        store_elements(planes[FIRST + 1], slot, i_h, o_v, stored.to(tl.uint8), V, K // 32, BK // 32)
+        store_elements(planes[FIRST + 1], slot, i_h, o_v, stored.to(tl.uint8), V, K // 32, BK // 32, from_k // 32)
     return code, tl.where((bad == bad)[:, None], ratio, code)
 
 
 @triton.jit
+def int8_scale(most):
+    """Scale of rows whose largest size is `most`."""
+    return tl.maximum(tl.div_rn(most, tl.full(most.shape, 127.0, tl.float32)), 1.1754943508222875e-38)
+
+
+@triton.jit
+def store_row_scales(
+    planes, slot, i_h, o_v, most, bad, V: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr
+):  # fmt: skip
+    """The scale of every row of a kind, if it has one: NaN if the row is not finite."""
+    if KIND == "fp8":
+        store_rows(planes[FIRST + 1], slot, i_h, o_v, two_to(power(most, 0x43E00000)) + bad, V)
+    elif KIND == "int8":
+        store_rows(planes[FIRST + 1], slot, i_h, o_v, int8_scale(most) + bad, V)
+    elif KIND == "fp4":
+        store_rows(planes[FIRST + 2], slot, i_h, o_v, two_to(power(most, 0x45280000)) + bad, V)
+
+
+@triton.jit
+def store_scales(planes, slot, i_h, o_v, most, bad, V: tl.constexpr, FORMAT: tl.constexpr):
+    """Scales of rows, of all kinds that a format has: last, since every block of a row is decoded by its old one."""
+    FIRST: tl.constexpr = copy_planes(FORMAT)
+    if FIRST > 0:
+        store_row_scales(planes, slot, i_h, o_v, most, bad, V, copy_kind(FORMAT), 0)
+    store_row_scales(planes, slot, i_h, o_v, most, bad, V, checkpoint_kind(FORMAT), FIRST)
+
+
+@triton.jit
 def store_residual(
-    planes, slot, i_h, o_v, code, ratio, random, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-    FORMAT: tl.constexpr,
+    planes, slot, i_h, o_v, code, ratio, random, from_k, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """What a copy lacks of the state, from its codes and the ratio of state and scale."""
     BITS: tl.constexpr = residual_bits(FORMAT)
@@ -540,12 +579,12 @@ def store_residual(
     units = clamp((ratio - code) * inverse * (1 / UNIT), MOST * 1.0)
     r = tl.minimum(tl.maximum(round_integer(units, random, is_stochastic(FORMAT)), -MOST), MOST)
     if BITS == 4:
-        store_nibbles(planes[FIRST], slot, i_h, o_v, r & 15, V, K, BV, BK)
+        store_nibbles(planes[FIRST], slot, i_h, o_v, r & 15, from_k, V, K, BV, BK)
     elif BITS == 8:
-        store_elements(planes[FIRST], slot, i_h, o_v, r.to(tl.int8), V, K, BK)
+        store_elements(planes[FIRST], slot, i_h, o_v, r.to(tl.int8), V, K, BK, from_k)
     else:
-        store_elements(planes[FIRST], slot, i_h, o_v, (r >> 4).to(tl.int8), V, K, BK)
-        store_nibbles(planes[FIRST + 1], slot, i_h, o_v, r & 15, V, K, BV, BK)
+        store_elements(planes[FIRST], slot, i_h, o_v, (r >> 4).to(tl.int8), V, K, BK, from_k)
+        store_nibbles(planes[FIRST + 1], slot, i_h, o_v, r & 15, from_k, V, K, BV, BK)
 
 
 @triton.jit
@@ -582,29 +621,32 @@ def store_float(
 
 @triton.jit
 def store_kind(
-    planes, slot, i_h, o_v, b_s, random, from_k, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-    KIND: tl.constexpr, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr,
+    planes, slot, i_h, o_v, b_s, most, bad, random, from_k, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Store one kind, planes from FIRST on; returns what tokens read, as fetch_read has it, or (with scales) b_s."""
     if KIND == "fp8" or KIND == "int8" or KIND == "fp4" or KIND == "mxfp4":
-        store_scaled(planes, slot, i_h, o_v, b_s, random, V, K, BV, BK, KIND, FIRST, STOCHASTIC)
+        store_scaled(planes, slot, i_h, o_v, b_s, most, bad, random, from_k, V, K, BV, BK, KIND, FIRST, STOCHASTIC)
         return b_s
     else:
         return store_float(planes, slot, i_h, o_v, b_s, random, from_k, V, K, BK, KIND, FIRST, STOCHASTIC)
 
 
 @triton.jit
-def store(
-    planes, slot, i_h, o_v, b_s, key, noise_slot, flush, from_k, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
-    BK: tl.constexpr, FORMAT: tl.constexpr,
+def store_block(
+    planes, slot, i_h, o_v, b_s, most, bad, key, noise_slot, flush, from_k, V: tl.constexpr, K: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Encode rows o_v of a head, b_s [BV, BK] fp32, and store all planes; returns what tokens read if stores_floats.
+    """Encode and store b_s [BV, BK], columns from from_k on of rows o_v of a head, in all planes but those of rows.
+
+    Returns what tokens read if stores_floats. Behind a row's last block store_scales is to be called.
 
     | Name       | Shape | Dtype | Dir | Meaning                                                   |
     | planes     | tuple |       | out | as in fetch_read                                          |
+    | b_s        | tile  | fp32  | in  |                                                           |
+    | most, bad  | [BV]  | fp32  | in  | `widest` of the whole rows; nothing where none has a scale|
     | key        | [2]   | int64 | in  | LayerState.key                                            |
     | noise_slot |       |       | in  | the slot that noise is drawn for, and its flush number    |
-    | from_k     |       |       | in  | the column that b_s begins at; 0 where rows have scales   |
     """
     STOCHASTIC: tl.constexpr = is_stochastic(FORMAT)
     KIND: tl.constexpr = checkpoint_kind(FORMAT)
@@ -612,14 +654,33 @@ def store(
     FIRST: tl.constexpr = copy_planes(FORMAT)
     random = 0
     if KIND == "residual":
-        code, ratio = store_scaled(planes, slot, i_h, o_v, b_s, 0, V, K, BV, BK, COPY, 0, False)
+        code, ratio = store_scaled(
+            planes, slot, i_h, o_v, b_s, most, bad, 0, from_k, V, K, BV, BK, COPY, 0, False
+        )  # fmt: skip
         if STOCHASTIC:
             random = noise(key, noise_slot, flush, i_h, o_v, from_k, V, K, BV, BK)
-        store_residual(planes, slot, i_h, o_v, code, ratio, random, V, K, BV, BK, FORMAT)
+        store_residual(planes, slot, i_h, o_v, code, ratio, random, from_k, V, K, BV, BK, FORMAT)
         return b_s
     else:
         if COPY is not None:
-            store_kind(planes, slot, i_h, o_v, b_s, 0, from_k, V, K, BV, BK, COPY, 0, False)
+            store_kind(planes, slot, i_h, o_v, b_s, most, bad, 0, from_k, V, K, BV, BK, COPY, 0, False)
         if STOCHASTIC:
             random = noise(key, noise_slot, flush, i_h, o_v, from_k, V, K, BV, BK)
-        return store_kind(planes, slot, i_h, o_v, b_s, random, from_k, V, K, BV, BK, KIND, FIRST, STOCHASTIC)
+        return store_kind(
+            planes, slot, i_h, o_v, b_s, most, bad, random, from_k, V, K, BV, BK, KIND, FIRST, STOCHASTIC
+        )  # fmt: skip
+
+
+@triton.jit
+def store(
+    planes, slot, i_h, o_v, b_s, key, noise_slot, flush, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """store_block and store_scales of whole rows."""
+    most, bad = 0.0, 0.0
+    if needs_whole_rows(FORMAT):
+        most, bad = widest(tl.zeros([BV], tl.float32), tl.zeros([BV], tl.float32), b_s, 0, K)
+    b_s = store_block(planes, slot, i_h, o_v, b_s, most, bad, key, noise_slot, flush, 0, V, K, BV, BK, FORMAT)
+    if needs_whole_rows(FORMAT):
+        store_scales(planes, slot, i_h, o_v, most, bad, V, FORMAT)
+    return b_s

@@ -40,9 +40,12 @@ from replayssm.formats_kernel import (
     read_parts,
     scaled,
     store,
+    store_block,
+    store_scales,
     stores_floats,
     summed,
     update_parts,
+    widest,
 )
 from replayssm.ring import DeviceStep, LayerState, folds_beside, in_one_launch
 
@@ -613,8 +616,9 @@ def flush_rows(
 ):  # fmt: skip
     """Fold the records in front of ring_start of column i_b's row into rows from_v to behind_v of head i_h, in place.
 
-    Tiles of BV rows, in blocks of BB columns; rows with a scale are written whole. There are CHUNKS chunks of CN
-    records at most. With one, gdn reads a tile twice, to ask it and to fold into it, and keeps little in registers.
+    Tiles of BV rows, in blocks of BB columns. There are CHUNKS chunks of CN records at most. With one, a tile is read
+    again for every pass, so that little waits in registers: gdn asks it, rows with a scale are folded to see how wide
+    they become, then it is folded and stored.
     S0 t of the new S0, as it is stored, goes into `answer` (or None) once t is there.
     """
     slot, first, _, length, _, row = load_row(table, i_b, B)
@@ -637,17 +641,27 @@ def flush_rows(
                     chunk = load_chunk(ring, slot, first, folds, i_h, n * BB, H, G, K, R, BB, DELTA, CN)
                     b_w = ask(b_w, b_s, chunk, update_parts(FORMAT))
             b_u = values(load_values(ring, slot, first, folds, i_h, o_v, V, R, BV, CN), b_w, gathered, DELTA)
-            WIDE: tl.constexpr = BK if needs_whole_rows(FORMAT) else BB
+            most, bad = tl.zeros([BV], tl.float32), tl.zeros([BV], tl.float32)
+            if needs_whole_rows(FORMAT):
+                for n in tl.range((K + BB - 1) // BB, num_stages=3):
+                    b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BB, FORMAT, n * BB)
+                    chunk = load_chunk(ring, slot, first, folds, i_h, n * BB, H, G, K, R, BB, DELTA, CN)
+                    most, bad = widest(most, bad, fold_in(b_s, b_u, chunk, gathered), n * BB, K)
             b_y = tl.zeros(TILE, tl.float32)
-            for n in tl.range((K + WIDE - 1) // WIDE, num_stages=3):
-                b_s = load_update(planes, slot, i_h, o_v, V, K, BV, WIDE, FORMAT, n * WIDE)
-                chunk = load_chunk(ring, slot, first, folds, i_h, n * WIDE, H, G, K, R, WIDE, DELTA, CN)
+            for n in tl.range((K + BB - 1) // BB, num_stages=3):
+                b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BB, FORMAT, n * BB)
+                chunk = load_chunk(ring, slot, first, folds, i_h, n * BB, H, G, K, R, BB, DELTA, CN)
                 b_s = fold_in(b_s, b_u, chunk, gathered)
                 if needs_whole_rows(FORMAT):
                     tl.debug_barrier()  # all threads have loaded what is written over
-                b_s = store(planes, slot, i_h, o_v, b_s, key, slot, flush, n * WIDE, V, K, BV, WIDE, FORMAT)
+                b_s = store_block(
+                    planes, slot, i_h, o_v, b_s, most, bad, key, slot, flush, n * BB, V, K, BV, BB, FORMAT
+                )
                 if answer is not None:
-                    b_y = multiplied(b_y, b_s, p_t, n * WIDE, length, T, K, P, PT, BN, WIDE, FORMAT)
+                    b_y = multiplied(b_y, b_s, p_t, n * BB, length, T, K, P, PT, BN, BB, FORMAT)
+            if needs_whole_rows(FORMAT):
+                tl.debug_barrier()
+                store_scales(planes, slot, i_h, o_v, most, bad, V, FORMAT)
             store_answer(p_y, b_y, o_v, length, T, V, BN)
             from_v += BV
     else:
@@ -659,7 +673,7 @@ def flush_rows(
             b_s = fold_tile(b_s, ring, slot, first, folds, i_h, o_v, H, G, V, K, R, CHANNEL, BV, BK, DELTA, AHEAD)
             if needs_whole_rows(FORMAT):
                 tl.debug_barrier()
-            b_s = store(planes, slot, i_h, o_v, b_s, key, slot, flush, 0, V, K, BV, BK, FORMAT)
+            b_s = store(planes, slot, i_h, o_v, b_s, key, slot, flush, V, K, BV, BK, FORMAT)
             if answer is not None:
                 b_y = multiplied(tl.zeros(TILE, tl.float32), b_s, p_t, 0, length, T, K, P, PT, BN, BK, FORMAT)
                 store_answer(p_y, b_y, o_v, length, T, V, BN)
@@ -830,7 +844,7 @@ def fold_kernel(
             flush = tl.load(flushes + i_n)
             if needs_whole_rows(FORMAT):
                 tl.debug_barrier()  # all threads have loaded what is written over
-        store(into, i_out, i_h, o_v, b_s, key, slot, flush, 0, V, K, BV, BK, OUT)
+        store(into, i_out, i_h, o_v, b_s, key, slot, flush, V, K, BV, BK, OUT)
 
 
 @triton.jit
@@ -844,7 +858,7 @@ def store_kernel(
     o_v, o_k = i_v * BV + tl.arange(0, BV), tl.arange(0, BK)
     p_s = state + ((i_n * H + i_h) * V + o_v[:, None]) * K + o_k
     b_s = tl.load(p_s, mask=(o_v < V)[:, None] & (o_k < K), other=0.0)
-    store(planes, slot, i_h, o_v, b_s, key, slot, 0, 0, V, K, BV, BK, FORMAT)
+    store(planes, slot, i_h, o_v, b_s, key, slot, 0, V, K, BV, BK, FORMAT)
 
 
 @triton.jit
@@ -948,8 +962,10 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
     # carries and flushes are short of programs that run at once: with fewer registers some spill, and are faster
     carry_warps, flush_warps = 1, 1
     flush_registers: int | None = 168
-    if scaled:
-        flush_warps, flush_registers = 4 if stored.copy and recurrence.channel_gate else 2, None
+    if scaled and recurrence.channel_gate:
+        flush_warps, flush_registers = 4 if stored.copy else 2, None
+    elif stored.copy and bits == 4:
+        flush_registers = None
     if tokens > 8 or (tokens > 1 and recurrence.channel_gate):
         carry_warps = 2
         flush_warps = max(flush_warps, 2)
@@ -967,7 +983,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
     flush_programs, flush_parts, fold_v = 8, 1, 16
     if recurrence.channel_gate:
         flush_programs = 8 if scaled else 12
-    elif tokens == 1 and not scaled and rows >= 64:
+    elif tokens == 1 and rows >= 64:
         # a program is done with its parts, each 31 us of it or 42, when two thirds of the step are over
         reading = rows * H * V * K * stored.read_bytes(K) / 4.2e6
         flush_parts = max(1, round(reading / (42 if recurrence.delta else 31) * 64 / flush_v))
@@ -979,7 +995,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         read_warps=read_warps,
         read_k=min(columns(K), read_k),
         read_stages=read_stages,
-        apart=rows >= 64 or scaled,
+        apart=rows >= 64 or (scaled and recurrence.channel_gate),
         carry_warps=carry_warps,
         carry_registers=carry_registers,
         flush_warps=flush_warps,
@@ -991,7 +1007,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         flush_programs=flush_programs,
         flush_parts=flush_parts,
         fold_v=fold_v,
-        fold_k=min(columns(K), 32 if recurrence.delta or format == "fp32" or tokens > 1 else 64),
+        fold_k=min(columns(K), 32 if recurrence.delta or format == "fp32" or scaled or tokens > 1 else 64),
         fold_ahead=1 if rows >= 64 else 4,
     )
 
