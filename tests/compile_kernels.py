@@ -176,15 +176,7 @@ def jobs(
                         ("flush", chosen.flush_warps, chosen.flush_registers),
                     ]
                 for role, *limits in roles:
-                    found.append(
-                        (
-                            f"{role} {fmt}",
-                            kernels.prepare_kernel,
-                            types,
-                            constants | {"ROLE": role, "LEADS": role != "flush"},
-                            *limits,
-                        )
-                    )
+                    found.append((f"{role} {fmt}", kernels.prepare_kernel, types, constants | {"ROLE": role}, *limits))
         into = planes | {"into": pools, "ring": ring}
         into |= dict.fromkeys(("slots", "start", "counts", "flushes"), "*i64")
         folding |= {"BV": 16, "OUT": fmt, "IN_PLACE": True}

@@ -375,10 +375,9 @@ def prepare_kernel(
     BT: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
     CHANNEL: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr,
     CHUNKS: tl.constexpr, CN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, ROLE: tl.constexpr,
-    LEADS: tl.constexpr,
 ):  # fmt: skip
     """All that a read awaits: the last flushers programs flush, those before carry; each goes through its share. Where
-    these are launches of their own, ROLE says which: it needs fewer registers then; and LEADS which comes first.
+    these are launches of their own, ROLE says which: it needs fewer registers then.
 
     Append and carry: BJ heads of a key group and row; rows that are due come first, since flushes await them. Flush:
     `part` rows of V of a head of a row that is due, BF at a time, in as many programs as get `least` such parts. While
@@ -408,7 +407,7 @@ def prepare_kernel(
     """
     i, carriers = tl.program_id(0), tl.num_programs(0) - flushers
     if PDL:
-        if LEADS:
+        if ROLE != "flush":
             gdc_wait()
         gdc_launch_dependents()
     if ROLE == "flush" or (ROLE == "both" and i >= carriers):
@@ -427,6 +426,9 @@ def prepare_kernel(
                 )  # fmt: skip
                 publish(ready, table, i_b, H + i_h * parts + i_v, B)
                 i += active
+        if PDL and ROLE == "flush":
+            if tl.program_id(0) == flushers - 1:
+                gdc_wait()
     else:
         J: tl.constexpr = H // G
         units: tl.constexpr = (J + BJ - 1) // BJ
@@ -444,9 +446,6 @@ def prepare_kernel(
                 )  # fmt: skip
                 publish(ready, table, i_b, i_h, B)
             i += carriers
-    if PDL and not LEADS:
-        if tl.program_id(0) == tl.num_programs(0) - 1:
-            gdc_wait()
 
 
 @triton.jit
@@ -896,7 +895,6 @@ class Launch(NamedTuple):
         carry_warps, flush_warps: warps of a program that carries or flushes.
         carry_registers, flush_registers: the most registers of its threads, if apart (NVIDIA). None: as it likes.
         carry_heads, carry_programs: heads of a key group that are carried at a time; so many programs go through rows.
-        flush_first: where flushes await no carry (they don't answer), their launch comes first.
         answers: a flush also answers the row's tokens, where a format can (stores_floats). With few rows it is slower.
         flush_v, flush_programs: rows of V of one part of a flush, at least fold_v; so many programs go through parts.
         flush_parts: where that were fewer parts for each, fewer programs do. The read has more room then, and hides a
@@ -917,7 +915,6 @@ class Launch(NamedTuple):
     flush_registers: int | None
     carry_heads: int
     carry_programs: int
-    flush_first: bool
     answers: bool
     flush_v: int
     flush_programs: int
@@ -1005,7 +1002,6 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         flush_registers=flush_registers,
         carry_heads=min(carry_heads, heads),
         carry_programs=24,
-        flush_first=False,
         answers=rows >= 64,
         flush_v=flush_v,
         flush_programs=flush_programs,
@@ -1157,14 +1153,12 @@ def decode(
             ("carry", carriers, 0, chosen.carry_warps, chosen.carry_registers),
             ("flush", 0, flushers, chosen.flush_warps, chosen.flush_registers),
         ]
-        if chosen.flush_first and answer is None and flushers:
-            parts.reverse()
     for role, first, last, warps, registers in parts:
         if first + last:
             prepare_kernel[(first + last,)](
                 checkpoint, layer.key, inputs, ring, weights, table, ready, step.parent, step.kin, q, t, c, ends,
                 answer, B, last, chosen.flush_v, chosen.flush_parts, **(carrying | flushing), PDL=PDL, ROLE=role,
-                LEADS=role == parts[0][0], BJ=chosen.carry_heads,
+                BJ=chosen.carry_heads,
                 BC=triton.next_power_of_2(chosen.carry_heads * V), num_warps=warps,
                 **early, **most_registers(registers, PDL),
             )  # fmt: skip
