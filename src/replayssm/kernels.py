@@ -965,7 +965,9 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
     if scaled and recurrence.channel_gate:
         flush_warps, flush_registers = 4 if stored.copy else 2, None
     elif stored.copy and bits == 4:
-        flush_registers = None
+        flush_registers = None if stored.residual else 168
+    elif scaled and not recurrence.delta and tokens == 1:
+        flush_registers = 128
     if tokens > 8 or (tokens > 1 and recurrence.channel_gate):
         carry_warps = 2
         flush_warps = max(flush_warps, 2)
@@ -981,6 +983,8 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         carry_heads = 8 if V <= 64 and rows >= (32 if halves else 128) else 4
     flush_v = 16 if rows <= 64 or recurrence.channel_gate else V if V < 128 else 64
     flush_programs, flush_parts, fold_v = 8, 1, 16
+    if bits == 4 and not stored.copy and not recurrence.delta and tokens == 1 and rows > 64:
+        flush_v, flush_programs = 32, 16  # what a part costs is encoding
     if recurrence.channel_gate:
         flush_programs = 8 if scaled else 12
     elif tokens == 1 and rows >= 64:
