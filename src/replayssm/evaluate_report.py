@@ -42,7 +42,7 @@ def speeds(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["bench"] == "decode" and row["tokens"] == 1 and row["staggered"] and row["geometry"]["B"] == 256:
-            found.setdefault(row["format"], {})[row["case"]] = row["speedup"]
+            found.setdefault(row["format"], {})[row["case"]] = row["speedup_fp32"]
     return found
 
 
@@ -79,7 +79,7 @@ def tables(
             "format",
             "stored B/element",
             "moved kB/token",
-            "speed, H200",
+            "speed from fp32, H200",
             "KL from fp32",
             "in solutions",
             "top 1 equal",
