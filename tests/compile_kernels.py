@@ -150,7 +150,7 @@ def jobs(
             answers = chosen.answers and formats_kernel.stores_floats(fmt)
             types = planes | step | outputs | {"answer": "*fp32" if answers else None}
             if tokens == 1 and not formats_kernel.in_bf16(fmt):
-                types["t"] = "*fp16" if formats_kernel.reads_halves(fmt) else "*fp32"
+                types["t"] = "*fp32"
             if chosen.together:
                 constants = carrying | reading | folding | {"BF": chosen.fold_v, "BB": chosen.fold_k, "PDL": PDL}
                 found.append(

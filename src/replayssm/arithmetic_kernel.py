@@ -99,15 +99,6 @@ def add_product(acc, a, b, A: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def add_halves(acc, a, b):
-    """acc [M, N] + a [M, K] b [K, N] on tensor cores, both bf16 or both fp16: exact products, fp32 sums."""
-    tl.static_assert(a.shape[1] >= 16, "tensor cores sum over 16 or more")
-    if INTERPRETED:
-        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b, acc)
-
-
-@triton.jit
 def store_parts(p, x, mask, stride, P: tl.constexpr):
     """x as P bf16 parts that add up to it, `stride` elements apart."""
     for i in tl.static_range(P):

@@ -22,12 +22,6 @@ from triton.language.extra.cuda import libdevice
 from replayssm import formats
 from replayssm.arithmetic_kernel import NVIDIA
 
-# Four codes of int8 (128 is 0) as fp16: 1024 + code by its bits, less 1152
-INT8_ASM = tl.constexpr("""{
-    .reg .b32 c; mov.b32 c, 0x64806480;
-    prmt.b32 $0, $2, 0x64646464, 0x4140; prmt.b32 $1, $2, 0x64646464, 0x4342;
-    sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c;
-}""")
 # Four bytes of two e2m1 codes each to the e4m3 codes of the first ones and of the second ones: the same numbers times
 # 2^-6, signs at bit 7, the other three bits at 4..2. From there hardware converts two at a time.
 E2M1_ASM = tl.constexpr("""{
@@ -82,12 +76,6 @@ def update_parts(FORMAT: Any) -> int:
 def in_bf16(FORMAT: Any) -> bool:
     """Whether tokens read bf16 numbers, as they are stored."""
     return described(FORMAT).reads.name in ("bf16", "split16")
-
-
-@triton.constexpr_function
-def reads_halves(FORMAT: Any) -> bool:
-    """Whether what tokens read is exact in bf16 or fp16, scales of rows apart (mxfp4's blocks have too wide ones)."""
-    return described(FORMAT).reads.name in ("bf16", "split16", "fp16", "fp8", "int8", "fp4")
 
 
 @triton.constexpr_function
@@ -202,25 +190,14 @@ def e4m3(codes):
 
 
 @triton.jit
-def half_e4m3(codes):
-    """uint8 codes as fp16, exactly."""
-    if NVIDIA:
-        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    return e4m3(codes).to(tl.float16)
-
-
-@triton.jit
-def e2m1_pairs(codes):
-    """Bytes of two codes as the e4m3 codes of both, times 2^-6."""
-    if NVIDIA:
-        return tl.inline_asm_elementwise(E2M1_ASM, "=r,=r,r", [codes], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4)
-    return ((codes & 7) << 2) | ((codes & 8) << 4), ((codes >> 2) & 0x1C) | (codes & 0x80)
-
-
-@triton.jit
 def e2m1(codes, BV: tl.constexpr, BK: tl.constexpr):
     """Bytes of two codes, [BV, BK / 2], as fp32 times 2^-6: [BV, BK]."""
-    first, second = e2m1_pairs(codes)
+    if NVIDIA:
+        first, second = tl.inline_asm_elementwise(
+            E2M1_ASM, "=r,=r,r", [codes], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
+        )
+    else:
+        first, second = ((codes & 7) << 2) | ((codes & 8) << 4), ((codes >> 2) & 0x1C) | (codes & 0x80)
     return tl.reshape(tl.join(e4m3(first), e4m3(second)), [BV, BK])
 
 
@@ -316,31 +293,6 @@ def fetch_read(
 def decode_read(codes, blocks, rows, BV: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr):
     """What fetch_read loaded as tile [BV, BK] fp32 and scale, which `scaled` and `summed` take."""
     return decode_kind(codes, blocks, rows, BV, BK, read_kind(FORMAT))
-
-
-@triton.jit
-def decode_halves(codes, blocks, BV: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr):
-    """decode_read if reads_halves, without scales of rows, in bf16 or fp16: one tile, or (fp4) even and odd columns."""
-    KIND: tl.constexpr = read_kind(FORMAT)
-    if KIND == "fp8":
-        return (half_e4m3(codes),)
-    elif KIND == "int8":
-        if NVIDIA:
-            return (tl.inline_asm_elementwise(INT8_ASM, "=r,=r,r", [codes], tl.float16, is_pure=True, pack=4),)
-        return (codes.to(tl.float16) - 128.0,)
-    elif KIND == "fp4":
-        first, second = e2m1_pairs(codes)
-        scale = half_e4m3(blocks) * 64.0
-        return half_scaled(first, scale), half_scaled(second, scale)
-    else:
-        return (codes,)
-
-
-@triton.jit
-def half_scaled(codes, scale):
-    """e4m3 codes [BV, n] as fp16 times the scale of their blocks, [BV, blocks] in fp16: exact for those of fp4."""
-    tile = half_e4m3(codes)
-    return tl.reshape(in_blocks(tile, scale) * scale[:, :, None], [tile.shape[0], tile.shape[1]])
 
 
 @triton.jit

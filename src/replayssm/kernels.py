@@ -27,10 +27,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm import formats
-from replayssm.arithmetic_kernel import INTERPRETED, add_halves, add_product, parts_of, sigmoid, store_parts
+from replayssm.arithmetic_kernel import INTERPRETED, add_product, parts_of, sigmoid, store_parts
 from replayssm.fold_kernel import ask, chunk_size, fold_in, fold_tile, gather, load_chunk, load_values, values
 from replayssm.formats_kernel import (
-    decode_halves,
     decode_read,
     divides,
     fetch_read,
@@ -39,7 +38,6 @@ from replayssm.formats_kernel import (
     needs_whole_rows,
     read_kind,
     read_parts,
-    reads_halves,
     scaled,
     store,
     store_block,
@@ -111,25 +109,11 @@ class LayerWeights(NamedTuple):
 
 @triton.jit
 def store_query(t, i, o_k, b_t, m_k, K: tl.constexpr, P: tl.constexpr):
-    """A carried query, number i: as it is, or its parts (where t is bf16 or fp16). Returns the unit it is stored in.
-
-    In fp16 that is the power of two with which the largest entry is 2^14 to 2^15: two parts are as exact as fp32 then.
-    """
-    unit = 1.0
+    """A carried query, number i: as it is, or its parts (where t is bf16)."""
     if t.dtype.element_ty == tl.bfloat16:
         store_parts(t + (i * K + o_k) * P, b_t, m_k, 1, P)
-    elif t.dtype.element_ty == tl.float16:
-        most = tl.max(tl.where(m_k, tl.abs(b_t), 0.0), 0)
-        power = tl.maximum(most.to(tl.int32, bitcast=True) >> 23, 15) - 14
-        unit = (power << 23).to(tl.float32, bitcast=True)
-        b_t *= ((254 - power) << 23).to(tl.float32, bitcast=True)
-        for n in tl.static_range(P):
-            part = b_t.to(tl.float16)
-            b_t -= part.to(tl.float32)
-            tl.store(t + (i * K + o_k) * P + n, part, mask=m_k)
     else:
         tl.store(t + i * K + o_k, b_t, mask=m_k)
-    return unit
 
 
 @triton.jit
@@ -147,7 +131,7 @@ def multiplied(
 ):  # fmt: skip
     """b_y + S0 t for BB columns from from_k on: b_s [BV, BB] as fetch_read has it or (PARTS below) decoded.
 
-    b_y is [BV, BN], of tokens or (T = 1, t in parts) of t's parts, by products on tensor cores. Or [BV].
+    b_y is [BV, BN], of tokens or (T = 1) of t's parts, by products on tensor cores. Or (T = 1, S0 not in bf16) [BV].
     """
     o_k, o_n = from_k + tl.arange(0, BB), tl.arange(0, BN)
     if T > 1:
@@ -156,22 +140,11 @@ def multiplied(
         for i in tl.static_range(PT):
             b_t = tl.load(p_t + i * T * K + o_n * K + o_k[:, None], mask=m, other=0.0)
             b_y = add_product(b_y, b_s, b_t, min(PARTS, P - i), 1)
-    elif p_t.dtype.element_ty != tl.float32:
+    elif in_bf16(FORMAT):
         m = o_n < PT if divides(BB, K) else (o_n < PT) & (o_k < K)[:, None]
-        b_y = add_halves(b_y, b_s, tl.load(p_t + o_k[:, None] * PT + o_n, mask=m, other=0.0))
+        b_y = add_product(b_y, b_s, tl.load(p_t + o_k[:, None] * PT + o_n, mask=m, other=0.0), 1, 1)
     else:
         b_y += tl.sum(b_s.to(tl.float32) * load_part(p_t + o_k, None if divides(BB, K) else o_k < K), 1)
-    return b_y
-
-
-@triton.jit
-def multiplied_halves(b_y, tiles, p_t, K: tl.constexpr, PT: tl.constexpr, BN: tl.constexpr):
-    """b_y [BV, BN] + S0 t for all columns: tiles are n in bf16 or fp16, the i-th has columns i, n + i, ..."""
-    EVERY: tl.constexpr = len(tiles)
-    for i in tl.static_range(EVERY):
-        o_k, o_n = tl.arange(0, tiles[i].shape[1]) * EVERY + i, tl.arange(0, BN)
-        m = o_n < PT if divides(tiles[i].shape[1] * EVERY, K) else (o_n < PT) & (o_k < K)[:, None]
-        b_y = add_halves(b_y, tiles[i], tl.load(p_t + o_k[:, None] * PT + o_n, mask=m, other=0.0))
     return b_y
 
 
@@ -425,10 +398,9 @@ def prepare_kernel(
     | answer     | [B, H, T, V]   | fp32   | out    | S0 t of the rows that were due, or None                  |
     | Of one token (T = 1):
     | t          | [B, N, K]      | fp32   | out    | carried queries of N = G or H heads,                     |
-    |            | or [B, N, K,PT]| bf16,  |        | or their parts side by side (store_query)                |
-    |            |                | fp16   |        |                                                          |
+    |            | or [B, N, K,PT]| bf16   |        | or their parts side by side                              |
     | c          | [B, H, BP, PT] | bf16   | out    | parts of the weights of v by record number, 0 beyond     |
-    | ends       | [B, H, 2]      | fp32   | out    | weights of S0 t, times t's unit, and of the token's own v|
+    | ends       | [B, H, 2]      | fp32   | out    | weights of S0 t and of the token's own v                 |
     | Of several:
     | t          | [B, N,PT, T, K]| bf16   | out    | in PT parts that add up to them                          |
     | c          | [B, H, T, 1+R] | fp32   | out    | weights of S0 t, then of v by record number              |
@@ -520,8 +492,8 @@ def read_tile(
     | skip          | [H, V]         |        | in  | D as a Field (strides of H and V), or None    |
     | gate          | [B, T, H, V]   |        | in  | z as a Field, or None                         |
 
-    What is read in 16 bits, or decodes to them, is multiplied by t's parts on tensor cores, so are the records' values
-    by c's; anything else is multiplied as it is. What counts is how few instructions a tile takes (docs/log.md).
+    A checkpoint in bf16 is multiplied by t's parts on tensor cores, so are the records' values by c's; any other is
+    multiplied as it is. What counts is how few instructions a tile takes (docs/log.md).
     """
     b_v, b_d, b_z = beside
     o_p, o_x = tl.arange(0, BP), tl.arange(0, BV)
@@ -534,22 +506,16 @@ def read_tile(
     p_ends = ends + (row * H + i_h) * 2
     decay, own = tl.load(p_ends), tl.load(p_ends + 1)
     # (1) y = c_0 S0 t + c . v
-    HALVES: tl.constexpr = t.dtype.element_ty != tl.float32
-    p_t = t + (row * N + i_h // (H // N)) * (K * (P if HALVES else 1))
+    p_t = t + (row * N + i_h // (H // N)) * (K * (P if in_bf16(FORMAT) else 1))
     if answer is not None:
         b_y = load_part(answer + (row * H + i_h) * V + o_v, m_v) * decay
-    elif HALVES:
+    elif in_bf16(FORMAT):
         b_c = load_columns(c + (row * H + i_h) * (BP * P), o_p, BN, P)
         b_y = tl.zeros([BV, BN], tl.float32)
-        if BB == BK:
-            b_y = multiplied_halves(b_y, decode_halves(codes, blocks, BV, BK, FORMAT), p_t, K, P, BN)
-            b_y *= (rows * decay * tl.full([BV], 1.0, tl.float32))[:, None]
-        else:
-            for n in tl.range((K + BB - 1) // BB, num_stages=STAGES):
-                b_s = fetch_read(planes, slot, i_h, o_v, V, K, BB, FORMAT, n * BB)[0]
-                b_y = multiplied(b_y, b_s, p_t, n * BB, 1, 1, K, P, P, BN, BB, FORMAT)
-            b_y *= decay
-        b_y = tl.sum(add_product(b_y, tl.trans(b_v), b_c, parts_of(b_v.dtype), 1), 1)
+        for n in tl.range((K + BB - 1) // BB, num_stages=STAGES):
+            b_s = codes if BB == BK else fetch_read(planes, slot, i_h, o_v, V, K, BB, FORMAT, n * BB)[0]
+            b_y = multiplied(b_y, b_s, p_t, n * BB, 1, 1, K, P, P, BN, BB, FORMAT)
+        b_y = tl.sum(add_product(b_y * decay, tl.trans(b_v), b_c, parts_of(b_v.dtype), 1), 1)
     else:
         b_c = load_columns(c + (row * H + i_h) * (BP * P), o_p, BN, P)
         o_k = tl.arange(0, BK)
@@ -658,9 +624,8 @@ def flush_rows(
     slot, first, _, length, _, row = load_row(table, i_b, B)
     folds, number, flush = tl.load(table + 4 * B + i_b), tl.load(table + 7 * B + i_b), tl.load(table + 8 * B + i_b)
     first = (first + R - folds) % R
-    HALVES: tl.constexpr = t.dtype.element_ty != tl.float32
-    PARTS: tl.constexpr = PT if HALVES else 1
-    TILE: tl.constexpr = [BV, BN] if HALVES else [BV]
+    PARTS: tl.constexpr = PT if T > 1 or in_bf16(FORMAT) else 1
+    TILE: tl.constexpr = [BV, BN] if T > 1 or in_bf16(FORMAT) else [BV]
     p_t = t + (row * N + i_h // (H // N)) * (PARTS * T * K)
     p_y = None if answer is None else answer + (row * H + i_h) * (T * V)
     if CHUNKS == 1 and not CHANNEL:
@@ -985,11 +950,13 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
     elif tokens > 1:
         read_v, read_warps = (64, 2) if halves and V % 64 == 0 else (32, 1)
         read_k, read_stages = 32, 3
-    elif bits == 16:
+    elif halves:
         # a product's order of sums does not depend on blocks
         read_v, read_warps = 32, 1
         if rows >= 128:
             read_k, read_stages = 64, 2
+    elif format == "fp16":
+        read_v, read_warps = 16 if recurrence.channel_gate else 32, 2
     else:
         read_v, read_warps = 16, 1
     # carries and flushes are short of programs that run at once: with fewer registers some spill, and are faster
@@ -1136,10 +1103,8 @@ def decode(
         t = torch.empty(B, N, tile["PT"], T, K, dtype=torch.bfloat16, device=device)
         c = torch.empty(B, H, T, 1 + R, dtype=torch.float32, device=device)
     else:
-        half = reads_halves(layer.format.name)
-        if in_bf16(layer.format.name) or (half and not products):
-            half = torch.bfloat16 if in_bf16(layer.format.name) else torch.float16
-            t = torch.empty(B, N, K, tile["PT"], dtype=half, device=device)
+        if in_bf16(layer.format.name):
+            t = torch.empty(B, N, K, tile["PT"], dtype=torch.bfloat16, device=device)
         else:
             t = torch.empty(B, N, K, dtype=torch.float32, device=device)
         c = torch.empty(B, H, tile["BP"], tile["PT"], dtype=torch.bfloat16, device=device)

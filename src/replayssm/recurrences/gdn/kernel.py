@@ -80,9 +80,9 @@ def carry(
     for h in tl.static_range(BJ):
         m_h, at = h <= most, row * H + i_h + h
         store_parts(c + (at * BP + o_p) * P, b_c[h], m_h & (o_p < BP), 1, P)
-        unit = store_query(t, at, o_k, b_t[h], m_h & m_k, K, P)
-        tl.store(ends + at * 2, unit, mask=m_h)
+        tl.store(ends + at * 2, 1.0, mask=m_h)
         tl.store(ends + at * 2 + 1, own_w[h] * score, mask=m_h)
+        store_query(t, at, o_k, b_t[h], m_h & m_k, K, P)
     keep(ring.conv, weights, slot, end, 0, o_x, b_xq, m_k & m, 0, C, L)
     append_key(ring, weights, slot, end, own, i_g, o_k, own_k, b_xk, m_k, K_FIRST, C, L, K, R)
     append_value(ring, weights, slot, end, own, o_c, b_v, b_xv, m_c, V_FIRST, C, L, V, R)

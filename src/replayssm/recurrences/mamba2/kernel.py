@@ -73,10 +73,10 @@ def carry(
     score = tl.sum(tl.where(m_p[:, None], b_k.to(tl.float32) * b_q, 0.0), 1)
     b_c = tl.where(m_p, b_w * tl.exp(b_d) * score[None, :], 0.0)
     store_parts(c + ((row * H + i_h)[:, None] * BP + o_p) * P, b_c, m_j[:, None], 1, P)
-    unit = store_query(t, row * G + i_g, o_k, b_q, m_k, K, P)
     p_ends = ends + (row * H + i_h) * 2
-    tl.store(p_ends, tl.exp(tl.sum(b_g, 1) + g_n) * unit, mask=m_j)
+    tl.store(p_ends, tl.exp(tl.sum(b_g, 1) + g_n), mask=m_j)
     tl.store(p_ends + 1, w_n * tl.sum(b_n * b_q, 0), mask=m_j)
+    store_query(t, row * G + i_g, o_k, b_q, m_k, K, P)
     keep(ring.conv, weights, slot, end, 0, o_x, b_xq, m_k & m, Q_FIRST, C, L)
     append_key(ring, weights, slot, end, own, i_g, o_k, b_n, b_xk, m_k, K_FIRST, C, L, K, R)
     append_value(ring, weights, slot, end, own, o_c, b_v, b_xv, m_c, 0, C, L, V, R)
