@@ -31,8 +31,10 @@ from vllm.model_executor.layers.mamba.ops.ssu_dispatch import initialize_mamba_s
 from vllm.utils.network_utils import get_open_port  # noqa: E402
 from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec  # noqa: E402
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState  # noqa: E402
 
 from replayssm.integrations.vllm import register  # noqa: E402
+from replayssm.integrations.vllm.engine import _placeholders_are_drafts  # noqa: E402
 
 HIDDEN, H, DIM = 64, 8, 64
 MODELS = {"mamba2": "models/nemotron-h-gsm"}
@@ -312,3 +314,17 @@ def test_a_life_beside_vllms_own_layer(kind: str, drafts: int, format: str, dtyp
     for apart in (False, True):
         assert answers[apart] < BOUNDS[format, dtype][apart], life.differences[apart]
         assert states[apart] < STATES[dtype][apart]
+
+
+def test_placeholders_of_a_prompt_of_one_token_are_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of four tokens: such a prompt, a decode, a piece of a prompt; and the last token of another one."""
+    seen = []
+    monkeypatch.setattr(MambaHybridModelState, "prepare_attn", lambda self, batch: seen.append(batch))
+    _placeholders_are_drafts()
+    batch = SimpleNamespace(
+        num_draft_tokens_per_req=np.array([3, 3, 0, 0]), num_scheduled_tokens=np.array([4, 4, 4, 1]),
+        is_prefilling_np=np.array([True, False, True, True]),
+        prefill_runs_as_decode_np=np.array([False, False, False, True]),
+    )  # fmt: skip
+    MambaHybridModelState.prepare_attn(None, batch)
+    assert seen[0].prefill_runs_as_decode_np.tolist() == [True, False, False, True]

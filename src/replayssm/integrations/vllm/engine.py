@@ -119,11 +119,13 @@ class _Builder:
         starts = m.query_start_loc_cpu[: m.num_reqs + 1].numpy().astype(np.int64)
         lengths = np.diff(starts)
         before = m.seq_lens_cpu_upper_bound[: m.num_reqs].numpy() - lengths
-        beginning = (before <= 0) & (m.is_prefilling is not None)
         drafts = num_decode_draft_tokens_cpu
-        split = host.split(
-            starts, beginning, None if drafts is None else drafts[: m.num_reqs].numpy().astype(np.int64), self.most
-        )
+        drafted = None if drafts is None else drafts[: m.num_reqs].numpy().astype(np.int64)
+        beginning = np.zeros(m.num_reqs, np.bool_)
+        if m.is_prefilling is not None:
+            # a prompt of one token with placeholders for drafts is no prefill (_placeholders_are_drafts)
+            beginning = m.is_prefilling[: m.num_reqs].numpy() | (drafted is not None and drafted > 0)
+        split = host.split(starts, beginning & (before <= 0), drafted, self.most)
         device, rows, count = m.block_table_tensor.device, None, len(split.decodes)
         if split.dense:
             count = min(count, m.num_actual_tokens // split.tokens)
