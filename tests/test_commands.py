@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 pytest.importorskip("typer")
@@ -243,7 +244,7 @@ def test_bench_passes_on_to_its_programs() -> None:
 def test_launch_choices_fit_their_geometry() -> None:
     pytest.importorskip("triton")
     from replayssm.bench.kernels import CASES
-    from replayssm.bench.launches import GROUPS, allowed
+    from replayssm.bench.launches import GROUPS, allowed, asked_for
     from replayssm.kernels import Launch
 
     for changes in GROUPS.values():
@@ -256,6 +257,10 @@ def test_launch_choices_fit_their_geometry() -> None:
     assert all(
         any(allowed(case, "fp32", change) for change in changes) for case in CASES for changes in GROUPS.values()
     )
+    assert asked_for(['{"read_v": 32, "read_warps": 1}']) == [{"read_v": 32, "read_warps": 1}]
+    for text in ("read_v=32", "{}", "[1]", '{"speed": 1}'):
+        with pytest.raises(typer.BadParameter, match=r"--change must be a JSON object of fields of kernels.Launch"):
+            asked_for([text])
 
 
 def test_bench_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

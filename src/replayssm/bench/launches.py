@@ -1,12 +1,15 @@
 """GPU: which launch choices are fastest, one field of kernels.Launch after the other: where kernels.launch is from.
 
     python -m replayssm.bench launches --case mamba2-h64 --format fp32,split16
+    python -m replayssm.bench launches --case qwen3.5-4b --tokens 5 --accepted 3.5 --change '{"carry_programs": 8}'
 
 Steps are those of `bench kernels`: whole windows with their flushes, staggered, cold L2. A choice is kept where it is
-faster by half a percent; then the next group of fields is tried on top of it. Nothing is checked here: `bench kernels`
+faster by half a percent; then the next group of fields is tried on top of it. With `--change` only those are tried,
+each by itself. Nothing is checked here: `bench kernels`
 checks what it measures.
 """
 
+import json
 import time
 from pathlib import Path
 from statistics import median
@@ -79,6 +82,9 @@ def main(
     tokens: TokensOption = 1,
     accepted: AcceptedOption = 1.0,
     group: Annotated[list[str], typer.Option(help=f"Of {', '.join(GROUPS)}.")] = list(GROUPS)[:-1],  # noqa: B006
+    change: Annotated[
+        list[str], typer.Option(help="Fields of kernels.Launch as JSON, instead of groups; repeatable.")
+    ] = [],  # noqa: B006
     commit: CommitOption = None,
     seconds: Annotated[float, typer.Option(help="Start nothing more after so long.")] = 3600.0,
     only_compile: Annotated[
@@ -88,12 +94,13 @@ def main(
 ) -> None:
     """Times of launch choices on a GPU."""
     steps, started = Steps(window, tokens, accepted), time.monotonic()
-    cells = cells_of(case, batch, formats)
+    cells, asked = cells_of(case, batch, formats), asked_for(change)
+    tried = asked or [one for name in group for one in GROUPS[name]]
     if only_compile:
-        choices = [(cell, change) for cell in cells for name in group for change in ({}, *GROUPS[name])]
-        for cell, change in kernels_bench.share(choices, only_compile):
-            if allowed(cell[0], cell[2], change):
-                with changed(change):
+        choices = [(cell, one) for cell in cells for one in ({}, *tried)]
+        for cell, one in kernels_bench.share(choices, only_compile):
+            if allowed(cell[0], cell[2], one):
+                with changed(one):
                     kernels_bench._Ours(*cell, layers=1, staggered=True, steps=steps).step()
         torch.cuda.synchronize()
         return
@@ -104,20 +111,43 @@ def main(
         best: dict[str, Any] = {}
         least = timed(name, rows, fmt, steps, best)
         table.add_row("as chosen", f"{least:.1f}")
-        for change in (change for which in group for change in GROUPS[which]):
-            if time.monotonic() - started > seconds or not allowed(name, fmt, change):
+        first = least
+        for one in tried:
+            if time.monotonic() - started > seconds or not allowed(name, fmt, one):
                 continue
-            us = timed(name, rows, fmt, steps, best | change)
+            us = timed(name, rows, fmt, steps, best | one)
             row = {
                 "bench": "launches", "case": name, "geometry": {"B": rows} | CASES[name][1]._asdict(), "format": fmt,
-                "tokens": tokens, "window": window, "change": best | change, "us": us, "us_as_chosen": least,
+                "tokens": tokens, "window": window, "change": best | one, "us": us, "us_as_chosen": first,
             }  # fmt: skip
             append_rows(out, [row], origin)
-            table.add_row(", ".join(f"{field} {value}" for field, value in (best | change).items()), f"{us:.1f}")
-            if us < 0.995 * least:
-                least, best = us, best | change
+            table.add_row(", ".join(f"{field} {value}" for field, value in (best | one).items()), f"{us:.1f}")
+            if not asked and us < 0.995 * least:
+                least, best = us, best | one
         console.print(table)
-        console.print(f"fastest: {best or 'as chosen'}: {least:.1f} us")
+        if not asked:
+            console.print(f"fastest: {best or 'as chosen'}: {least:.1f} us")
+
+
+def asked_for(texts: list[str]) -> list[dict[str, int]]:
+    """Changes that were given as JSON.
+
+    Raises:
+        BadParameter: one is not an object of fields of kernels.Launch.
+    """
+    found = []
+    for text in texts:
+        try:
+            one = dict(json.loads(text))
+        except (ValueError, TypeError):
+            one = {text: None}
+        if not one or not one.keys() <= set(kernels.Launch._fields):
+            raise typer.BadParameter(
+                f"--change must be a JSON object of fields of kernels.Launch ({', '.join(kernels.Launch._fields)}), as "
+                f'{{"read_v": 32}}; got {text}.'
+            )
+        found.append(one)
+    return found
 
 
 def allowed(case: str, fmt: str, change: dict[str, int]) -> bool:
