@@ -294,10 +294,25 @@ def replayed_us(of: Times, layer: Layer, rows: int, format: str, moved: Moved, t
         ValueError: the recurrence was never measured.
     """
     c = _constants(of.replayed, layer)
-    decode = c.decode.get(format, max(c.decode.values()))
+    decode = _decode_cost(of, c, format)
     factors = _beyond(layer, rows, moved, tokens)
     return rows * moved.total / of.read / 1e3 + math.fsum(
         x * us for x, us in zip(factors, (c.launch, c.apart, c.carry, c.flush, c.wait, decode), strict=True)
+    )
+
+
+def _decode_cost(of: Times, c: Replayed, format: str) -> float:
+    """us per million elements: the recurrence's own, else the mean of others that have rows of the format, else the
+    slowest format's."""
+    found = (
+        [c.decode[format]]
+        if format in c.decode
+        else [x.decode[format] for x in of.replayed.values() if format in x.decode]
+    )
+    return (
+        math.fsum(found) / len(found)
+        if found
+        else max(cost for x in of.replayed.values() for cost in x.decode.values())
     )
 
 
