@@ -322,14 +322,21 @@ def test_an_engine_that_hangs_is_ended(tmp_path, monkeypatch):
 
 
 def test_an_engine_starts_while_the_one_before_has_the_gpu(engine):
-    """Each tells when it was there, had its turn, and ended: the second is there early, no two turns overlap."""
-    waits = """
+    """Each tells when it was there, had its turn, and ended: the next one is there before, no two turns overlap."""
+    waits = f"""
 import time
+from pathlib import Path
 from replayssm.bench.vllm_process import Job, await_turn
+there, turns = Path({str(engine / "there")!r}), Path({str(engine / "turns")!r})
+with there.open("a") as told:
+    told.write("x")
 times = [time.time()]
 await_turn(Job(**job))
 times.append(time.time())
-time.sleep(2.0)
+with turns.open("a") as told:
+    told.write("x")
+while len(there.read_text()) < min(3, len(turns.read_text()) + 1) and time.time() < times[1] + 60:
+    time.sleep(0.05)  # with the turn, until the next one is there
 """
     tells = f"""
 with open({str(engine / "times")!r}, "a") as told:
