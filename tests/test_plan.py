@@ -129,6 +129,17 @@ def test_times_follow_the_rows() -> None:
             assert plan.predicted(of, row)[0] == pytest.approx(row["us"], rel=0.15)
 
 
+def test_a_format_that_a_recurrence_has_no_rows_of_costs_what_it_costs_the_others() -> None:
+    of = plan.times(H200)
+    layer = plan.Layer("kda", plan.Geometry(32, 32, 128, 128), 4)
+    assert "fp8" not in of.replayed["kda"].decode
+    others = [c.decode["fp8"] for c in of.replayed.values() if "fp8" in c.decode]
+    moved = plan.replayed_bytes(layer, "fp8", 16)
+    free = of._replace(replayed=of.replayed | {"kda": of.replayed["kda"]._replace(decode={"fp8": 0.0})})
+    more = plan.replayed_us(of, layer, 256, "fp8", moved) - plan.replayed_us(free, layer, 256, "fp8", moved)
+    assert more == pytest.approx(256 * layer.elements / 1e6 * sum(others) / len(others))
+
+
 @pytest.mark.parametrize("case", sorted({row["case"] for row in plan.kernel_rows(ROWS)}))
 def test_a_geometry_without_rows_is_predicted_within_20_percent(case: str) -> None:
     """Constants fitted to the other geometries of a recurrence: what a plan for any other model rests on."""

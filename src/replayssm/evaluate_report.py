@@ -38,7 +38,7 @@ def keyed(rows: Iterable[Row]) -> dict[tuple[Any, ...], Row]:
 
 
 def speeds(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
-    """Speed against the fastest public kernel at B = 256 with one token, by format and case, newest rows."""
+    """Speed against the fastest public kernel in fp32 at B = 256 with one token, by format and case, newest rows."""
     found: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["bench"] == "decode" and row["tokens"] == 1 and row["staggered"] and row["geometry"]["B"] == 256:

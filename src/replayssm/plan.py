@@ -304,16 +304,12 @@ def replayed_us(of: Times, layer: Layer, rows: int, format: str, moved: Moved, t
 def _decode_cost(of: Times, c: Replayed, format: str) -> float:
     """us per million elements: the recurrence's own, else the mean of others that have rows of the format, else the
     slowest format's."""
-    found = (
-        [c.decode[format]]
-        if format in c.decode
-        else [x.decode[format] for x in of.replayed.values() if format in x.decode]
-    )
-    return (
-        math.fsum(found) / len(found)
-        if found
-        else max(cost for x in of.replayed.values() for cost in x.decode.values())
-    )
+    if format in c.decode:
+        return c.decode[format]
+    others = [x.decode[format] for x in of.replayed.values() if format in x.decode]
+    if others:
+        return math.fsum(others) / len(others)
+    return max(cost for x in of.replayed.values() for cost in x.decode.values())
 
 
 def stock_us(of: Times, layer: Layer, rows: int, moved: Moved) -> float:
@@ -687,6 +683,12 @@ def _assumptions(model: Model, of: Gpu, options: Options, known: Times, room: fl
     if guessed:
         lines.append(
             f"No measured rows for {', '.join(guessed)}: bytes at the slowest measured format's decoding cost."
+        )
+    own = known.replayed[model.recurrence].decode if model.recurrence in known.replayed else {}
+    borrowed = [name for name in options.formats if name in measured and name not in own]
+    if borrowed:
+        lines.append(
+            f"No measured rows for {', '.join(borrowed)} with {model.recurrence}: decoding costs what others' does."
         )
     return lines
 
