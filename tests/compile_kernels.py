@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from replayssm import Geometry, arithmetic_kernel, formats, formats_kernel, kernels, recurrences, ring_kernel
 from replayssm.device import Device
-from replayssm.formats_kernel import decode_read, fetch_read, load_update, read_kind, store, summed
+from replayssm.formats_kernel import decode_read, fetch_read, load_update, noise_words, read_kind, store, summed
 from replayssm.kernels import Field, Inputs, LayerWeights, Pool, Ring
 
 FORMATS = ("fp32", "split16", "bf16", "fp16")
@@ -200,7 +200,7 @@ def flush_block(planes, key, flushes, V: tl.constexpr, K: tl.constexpr, BV: tl.c
     """A flush of nothing: BV rows decoded and encoded again."""
     slot, o_v = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     tile = load_update(planes, slot, 0, o_v, V, K, BV, K, FORMAT)
-    store(planes, slot, 0, o_v, tile, key, slot, tl.load(flushes + slot), V, K, BV, K, FORMAT)
+    store(planes, slot, 0, o_v, tile, noise_words(key, slot, tl.load(flushes + slot)), V, K, BV, K, FORMAT)
 
 
 def instructions(kernel: Any, fmt: str, BV: int) -> int:

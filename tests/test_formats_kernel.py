@@ -10,7 +10,7 @@ from test_formats import NAMES, states
 
 from replayssm import Geometry, ReplayCache, formats
 from replayssm.bench import kernels as bench
-from replayssm.formats_kernel import decode_read, fetch_read, load_update, read_kind, scaled, store
+from replayssm.formats_kernel import decode_read, fetch_read, load_update, noise_words, read_kind, scaled, store
 from replayssm.kernels import Pool
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,7 +23,7 @@ def encode(state, planes, key, flushes, V: tl.constexpr, K: tl.constexpr, BK: tl
     o_v, o_k = tl.arange(0, 8), tl.arange(0, BK)
     p = state + ((slot * tl.num_programs(0) + i_h) * V + o_v[:, None]) * K + o_k
     b_s = tl.load(p, mask=(o_v < V)[:, None] & (o_k < K), other=0.0)
-    store(planes, slot, i_h, o_v, b_s, key, slot, tl.load(flushes + slot), V, K, 8, BK, FORMAT)
+    store(planes, slot, i_h, o_v, b_s, noise_words(key, slot, tl.load(flushes + slot)), V, K, 8, BK, FORMAT)
 
 
 @triton.jit

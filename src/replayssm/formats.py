@@ -33,6 +33,7 @@ with a value that is not finite reads as NaN in the scaled kinds, all of it, and
 Planes: [..., V, K / per] each, or [..., V, 1] where one entry serves the row.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -227,19 +228,20 @@ def noise_keys(key: Tensor, slots: Tensor, flushes: Tensor) -> Tensor:
 
 
 def noise(keys: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """32 random bits for every element: keys [n, 2] -> int32 [n, *shape].
+    """16 random bits for every element: keys [n, 2] -> int32 [n, *shape].
 
-    Element i gets a hash of i (the rounds of `_mix`) that the keys enter before and between the rounds: ten integer
-    instructions and no state, where a word of Philox-4x32-10 takes about thirty. Kernels do the same.
+    Two elements of a row share a word of 32 bits: word i is a hash of i (the rounds of `_mix`) that the keys enter
+    before and between the rounds, ten integer instructions and no state, where one of Philox-4x32-10 takes about
+    thirty. Kernels do the same.
     """
-    count = 1
-    for size in shape:
-        count *= size
+    *outer, size = shape
+    words = (size + 1) // 2
     low, high = (_as_int32(keys[:, i, None]) for i in (0, 1))
-    x = torch.arange(count, dtype=torch.int32, device=keys.device)[None] ^ low
+    x = torch.arange(math.prod(outer) * words, dtype=torch.int32, device=keys.device)[None] ^ low
     x = (x ^ _shift(x, 16)) * 0x21F0AAAD
     x = ((x ^ _shift(x, 15)) + high) * 0x735A2D97
-    return (x ^ _shift(x, 15)).view(len(keys), *shape)
+    x = x ^ _shift(x, 15)
+    return torch.stack((x & 0xFFFF, _shift(x, 16)), -1).view(len(keys), *outer, 2 * words)[..., :size]
 
 
 def _as_int32(word: Tensor) -> Tensor:
@@ -258,32 +260,30 @@ def round_integer(x: Tensor, random: Tensor | None) -> Tensor:
     """x, |x| < 2^14, to whole numbers, int32: to the nearest (even), or up with the probability of its fraction."""
     if random is None:
         return x.round().to(torch.int32)
-    return ((x * 65536).floor().to(torch.int32) + (random & 0xFFFF)) >> 16
+    return ((x * 65536).floor().to(torch.int32) + random) >> 16
 
 
 def round_float(x: Tensor, mantissa: int, least: int, random: Tensor | None) -> Tensor:
     """x to a float of `mantissa` bits (at most 10 where there are subnormal ones) and least exponent `least`.
 
-    Exponents above are not bounded: x must be in range. Signs stay; a NaN stays one.
+    To the nearest (even), or up with the probability of what is cut off, 16 bits of it. Exponents above are not
+    bounded: x must be in range. Signs stay; a NaN stays one.
     """
     cut = 23 - mantissa
     bits = x.view(torch.int32)
     size = bits & 0x7FFFFFFF
+    below = size < _bits(2.0**least) if least > -126 else torch.zeros_like(x, dtype=torch.bool)
     if random is None:
         up = ((1 << (cut - 1)) - 1) + ((size >> cut) & 1)
-    else:
-        up = random & ((1 << cut) - 1)
-    rounded = (((size + up) >> cut) << cut).view(torch.float32)
-    if least > -126:
+        rounded = (((size + up) >> cut) << cut).view(torch.float32)
         # below 2^least numbers are as dense as just above it
-        small = size.view(torch.float32).clamp(max=2.0**least)
-        if random is None:
-            align = 2.0 ** (23 + least - mantissa)
-            fixed = (small + align) - align
-        else:
-            steps = (small * 2.0 ** (20 + mantissa - least)).to(torch.int32) + (random & 0xFFFFF)
-            fixed = (steps >> 20).to(torch.float32) * 2.0 ** (least - mantissa)
-        rounded = torch.where(size < _bits(2.0**least), fixed, rounded)
+        align = 2.0 ** (23 + least - mantissa)
+        rounded = torch.where(below, (size.view(torch.float32) + align) - align, rounded)
+    else:
+        base = torch.where(below, 2.0**least, 0.0)
+        size = (size.view(torch.float32) + base).view(torch.int32)
+        up = random << (cut - 16) if cut > 16 else random >> (16 - cut)
+        rounded = (((size + up) >> cut) << cut).view(torch.float32) - base
     rounded = (rounded.view(torch.int32) | (bits & -0x80000000)).view(torch.float32)
     return torch.where(x.isnan(), x, rounded)
 
@@ -304,9 +304,9 @@ def _two_to(power: Tensor) -> Tensor:
 
 
 def _finite(state: Tensor) -> tuple[Tensor, Tensor]:
-    """The state with 0 for what is not finite, and per row 0, or NaN where something was not."""
-    finite = state.isfinite()
-    return torch.where(finite, state, 0.0), torch.where(finite.all(-1, keepdim=True), 0.0, torch.nan)
+    """The state with zeros for rows where something is not finite, and per row 0, or NaN for those."""
+    finite = state.isfinite().all(-1, keepdim=True)
+    return torch.where(finite, state, 0.0), torch.where(finite, 0.0, torch.nan)
 
 
 # ---- floats without a scale ----

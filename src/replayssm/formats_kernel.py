@@ -111,6 +111,13 @@ def needs_whole_rows(FORMAT: Any) -> bool:
 
 
 @triton.constexpr_function
+def overwrites_scales(FORMAT: Any) -> bool:
+    """Whether a flush loads scales of blocks, which several threads do at once, and writes them anew."""
+    fmt = described(FORMAT)
+    return (fmt.copy if fmt.residual else fmt.kind).block > 1
+
+
+@triton.constexpr_function
 def stores_floats(FORMAT: Any) -> bool:
     """Whether `store` returns what tokens will read: numbers without a scale, of which there is no other copy."""
     return described(FORMAT).copy is None and not needs_whole_rows(FORMAT)
@@ -380,58 +387,74 @@ def mix(x):
 
 
 @triton.jit
-def noise(
-    key, slot, flush, i_h, o_v, from_k, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr
-):  # fmt: skip
-    """32 random bits for every element of a tile, as formats.noise of formats.noise_keys(key, slot, flush)."""
+def noise_words(key, slot, flush):
+    """The two words that a flush's noise of a slot begins from, as formats.noise_keys: once for all of its tiles."""
     s, f = slot.to(tl.uint32), flush.to(tl.uint32)
-    low = mix(mix(tl.load(key).to(tl.uint32) + s) + f)
-    high = mix(mix(tl.load(key + 1).to(tl.uint32) + s) + f)
-    x = ((i_h * V + o_v[:, None]) * K + from_k + tl.arange(0, BK)).to(tl.uint32) ^ low
+    return mix(mix(tl.load(key).to(tl.uint32) + s) + f), mix(mix(tl.load(key + 1).to(tl.uint32) + s) + f)
+
+
+@triton.jit
+def noise(words, i_h, o_v, from_k, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr):
+    """16 random bits for every element of a tile, int32, as formats.noise."""
+    low, high = words
+    x = (i_h * V + o_v[:, None]) * ((K + 1) // 2) + (from_k // 2 + tl.arange(0, BK // 2))
+    x = x.to(tl.uint32) ^ low
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = ((x ^ (x >> 15)) + high) * 0x735A2D97
-    return (x ^ (x >> 15)).to(tl.int32, bitcast=True)
+    x = x ^ (x >> 15)
+    return tl.reshape(tl.join((x & 0xFFFF).to(tl.int32), (x >> 16).to(tl.int32)), [BV, BK])
 
 
 @triton.jit
 def round_integer(x, random, STOCHASTIC: tl.constexpr):
     """x, |x| < 2^14, to whole numbers, int32."""
     if STOCHASTIC:
-        return (tl.floor(x * 65536.0).to(tl.int32) + (random & 0xFFFF)) >> 16
+        return (tl.floor(x * 65536.0).to(tl.int32) + random) >> 16
     return ((x + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 * 2^23: the sum's own rounding, to nearest even
 
 
 @triton.jit
-def round_float(x, random, MANTISSA: tl.constexpr, LEAST: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """x to a float of MANTISSA bits and least exponent LEAST; a NaN stays one."""
-    CUT: tl.constexpr = 23 - MANTISSA
-    bits = x.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    if STOCHASTIC:
-        up = random & ((1 << CUT) - 1)
-    else:
-        up = ((1 << (CUT - 1)) - 1) + ((size >> CUT) & 1)
-    rounded = ((size + up) >> CUT) << CUT
+def raised(x, random, CUT: tl.constexpr, LEAST: tl.constexpr):
+    """Bits of |x| + base, plus noise below bit CUT, and base: 2^LEAST where |x| is below it, since numbers there are as
+    dense as just above it. What is left above CUT is |x| + base rounded stochastically.
+    """
+    size, base = tl.abs(x), 0.0
     if LEAST > -126:
         FLOOR: tl.constexpr = 2.0**LEAST
-        small = tl.minimum(size.to(tl.float32, bitcast=True), FLOOR)
-        if STOCHASTIC:
-            FINE: tl.constexpr = 2.0 ** (20 + MANTISSA - LEAST)
-            STEP: tl.constexpr = 2.0 ** (LEAST - MANTISSA)
-            fixed = (((small * FINE).to(tl.int32) + (random & 0xFFFFF)) >> 20).to(tl.float32) * STEP
-        else:
-            ALIGN: tl.constexpr = 2.0 ** (23 + LEAST - MANTISSA)
-            fixed = (small + ALIGN) - ALIGN
-        rounded = tl.where(size < ((LEAST + 127) << 23), fixed.to(tl.int32, bitcast=True), rounded)
-    return tl.where(x == x, (rounded | (bits & -0x80000000)).to(tl.float32, bitcast=True), x)
+        base = tl.where(size < FLOOR, FLOOR, 0.0)
+        size += base
+    if CUT > 16:
+        up = random << (CUT - 16)
+    else:
+        up = random >> (16 - CUT)
+    return size.to(tl.int32, bitcast=True) + up, base
 
 
 @triton.jit
-def power(amax, LIMIT_BITS: tl.constexpr):
-    """As formats._power, the limit given by its bits."""
+def round_float(x, random, MANTISSA: tl.constexpr, LEAST: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """x, which is a finite number in range, to a float of MANTISSA bits and least exponent LEAST."""
+    CUT: tl.constexpr = 23 - MANTISSA
+    bits = x.to(tl.int32, bitcast=True)
+    if STOCHASTIC:
+        rounded, base = raised(x, random, CUT, LEAST)
+        rounded = ((rounded >> CUT) << CUT).to(tl.float32, bitcast=True) - base
+    else:
+        size = bits & 0x7FFFFFFF
+        up = ((1 << (CUT - 1)) - 1) + ((size >> CUT) & 1)
+        rounded = (((size + up) >> CUT) << CUT).to(tl.float32, bitcast=True)
+        if LEAST > -126:
+            ALIGN: tl.constexpr = 2.0 ** (23 + LEAST - MANTISSA)
+            small = (tl.minimum(tl.abs(x), 2.0**LEAST) + ALIGN) - ALIGN
+            rounded = tl.where(size < ((LEAST + 127) << 23), small, rounded)
+    return (rounded.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def power(most, LIMIT_BITS: tl.constexpr):
+    """As formats._power, both given by their bits."""
     carry: tl.constexpr = 0x7FFFFF - (LIMIT_BITS & 0x7FFFFF)
     whole: tl.constexpr = LIMIT_BITS >> 23
-    found = ((amax.to(tl.int32, bitcast=True) + carry) >> 23) - whole + 127
+    found = ((most + carry) >> 23) - whole + 127
     return tl.minimum(tl.maximum(found, 64), 190)
 
 
@@ -451,9 +474,10 @@ def clamp(x, LIMIT: tl.constexpr):
 
 @triton.jit
 def to_e4m3(value):
-    """uint8 codes of numbers that e4m3 holds."""
+    """uint8 codes of numbers that e4m3 holds, those beyond 448 as 448 (NVIDIA: of any, rounded to nearest)."""
     if NVIDIA:
         return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    value = clamp(value, 448.0)
     bits = value.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     small = (tl.abs(value) * 512.0).to(tl.int32)
@@ -474,42 +498,59 @@ def store_e2m1(
     plane, slot, i_h, o_v, x, random, from_k, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Numbers up to 6 in size as e2m1; returns what was stored, fp32."""
-    value = round_float(x, random, 1, 0, STOCHASTIC)
-    bits = value.to(tl.int32, bitcast=True)
-    size = tl.abs(value)
-    code = tl.where(size < 1.0, (size * 2.0).to(tl.int32), (size.to(tl.int32, bitcast=True) >> 22) - 252)
-    store_nibbles(plane, slot, i_h, o_v, code | tl.where(bits < 0, 8, 0), from_k, V, K, BV, BK)
+    """Numbers as e2m1, those beyond 6 as 6; returns what was stored, fp32 (to nearest only)."""
+    if STOCHASTIC:
+        bits, base = raised(x, random, 22, 0)
+        value = x
+    else:
+        value = round_float(clamp(x, 6.0), 0, 1, 0, False)
+        base = tl.where(tl.abs(value) < 1.0, 1.0, 0.0)
+        bits = (tl.abs(value) + base).to(tl.int32, bitcast=True)
+    # two bits of the exponent and one of the mantissa, from 1.0 (or what was raised to it) on
+    code = tl.minimum((bits >> 22) - tl.where(base > 0.0, 254, 252), 7)
+    sign = (x.to(tl.uint32, bitcast=True) >> 28).to(tl.int32) & 8
+    store_nibbles(plane, slot, i_h, o_v, code | sign, from_k, V, K, BV, BK)
     return value
 
 
 @triton.jit
-def widest(most, bad, b_s, from_k, K: tl.constexpr):
-    """Of rows whose columns from from_k on are b_s [BV, BK]: the largest finite size so far, and NaN if one is not.
+def widest(most, b_s, from_k, K: tl.constexpr):
+    """Bits of the largest size in rows so far, int32 (from zeros [BV] on), with columns from from_k on: b_s [BV, BK].
 
-    Begins with zeros [BV].
+    No finite number has as many as 0x7F800000.
     """
-    m_k = from_k + tl.arange(0, b_s.shape[1]) < K
-    size = tl.abs(b_s)
-    finite = size < float("inf")
-    most = tl.maximum(most, tl.max(tl.where(finite & m_k, size, 0.0), 1))
-    return most, tl.where(tl.max(tl.where(finite | (m_k == 0), 0, 1), 1) > 0, float("nan"), bad)
+    size = b_s.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if divides(b_s.shape[1], K):
+        return tl.maximum(most, tl.max(size, 1))
+    return tl.maximum(most, tl.max(tl.where(from_k + tl.arange(0, b_s.shape[1]) < K, size, 0), 1))
+
+
+@triton.jit
+def of_rows(most):
+    """Of rows whose `widest` is known: whether all is finite, and the bits of the largest size, 0 if not."""
+    good = most < 0x7F800000
+    return good, tl.where(good, most, 0)
 
 
 @triton.jit
 def store_scaled(
-    planes, slot, i_h, o_v, b_s, most, bad, random, from_k, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
+    planes, slot, i_h, o_v, b_s, most, random, from_k, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Store columns of a scaled kind, whose rows are as `widest` says; scales of rows are stored by store_scales.
 
-    Returns the codes, and state over scale before rounding (the codes in rows not finite).
+    Returns the codes (those to nearest), and state over scale before rounding. Rows that are not finite are zeros.
     """
-    b_s = tl.where(tl.abs(b_s) < float("inf"), b_s, 0.0)
+    good, most = of_rows(most)
+    b_s = tl.where(good[:, None], b_s, 0.0)
     if KIND == "fp8":
         ratio = b_s * two_to(254 - power(most, 0x43E00000))[:, None]  # 448
-        code = round_float(clamp(ratio, 448.0), random, 3, -6, STOCHASTIC)
-        store_elements(planes[FIRST], slot, i_h, o_v, to_e4m3(code), V, K, BK, from_k)
+        code = ratio
+        if STOCHASTIC or not NVIDIA:  # hardware rounds to nearest
+            code = round_float(ratio, random, 3, -6, STOCHASTIC)
+        stored = to_e4m3(code)
+        code = e4m3(stored)
+        store_elements(planes[FIRST], slot, i_h, o_v, stored, V, K, BK, from_k)
     elif KIND == "int8":
         inverse = tl.div_rn(tl.full([BV], 1.0, tl.float32), int8_scale(most))
         ratio = product(b_s, tl.broadcast_to(inverse[:, None], [BV, BK]))
@@ -523,45 +564,45 @@ def store_scaled(
         scale = round_float(high, 0, 3, -6, False)
         inverse = tl.div_rn(tl.full([BV, BK // 16], 1.0, tl.float32), scale)
         ratio = tl.reshape(product(blocks, tl.broadcast_to(inverse[:, :, None], [BV, BK // 16, 16])), [BV, BK])
-        code = store_e2m1(planes[FIRST], slot, i_h, o_v, clamp(ratio, 6.0), random, from_k, V, K, BV, BK, STOCHASTIC)
+        code = store_e2m1(planes[FIRST], slot, i_h, o_v, ratio, random, from_k, V, K, BV, BK, STOCHASTIC)
         stored = (scale.to(tl.int32, bitcast=True) >> 20) - 960
         store_elements(planes[FIRST + 1], slot, i_h, o_v, stored.to(tl.uint8), V, K // 16, BK // 16, from_k // 16)
     else:
         blocks = tl.reshape(b_s, [BV, BK // 32, 32])
-        exponent = power(tl.max(tl.abs(blocks), 2), 0x40C00000)  # 6
+        exponent = power(tl.max(blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2), 0x40C00000)  # 6
         ratio = tl.reshape(blocks * two_to(254 - exponent)[:, :, None], [BV, BK])
-        code = store_e2m1(planes[FIRST], slot, i_h, o_v, clamp(ratio, 6.0), random, from_k, V, K, BV, BK, STOCHASTIC)
-        stored = tl.where((bad == bad)[:, None], exponent, 255)
+        code = store_e2m1(planes[FIRST], slot, i_h, o_v, ratio, random, from_k, V, K, BV, BK, STOCHASTIC)
+        stored = tl.where(good[:, None], exponent, 255)
         store_elements(planes[FIRST + 1], slot, i_h, o_v, stored.to(tl.uint8), V, K // 32, BK // 32, from_k // 32)
-    return code, tl.where((bad == bad)[:, None], ratio, code)
+    return code, ratio
 
 
 @triton.jit
 def int8_scale(most):
-    """Scale of rows whose largest size is `most`."""
+    """Scale of rows whose largest size has the bits `most`."""
+    most = most.to(tl.float32, bitcast=True)
     return tl.maximum(tl.div_rn(most, tl.full(most.shape, 127.0, tl.float32)), 1.1754943508222875e-38)
 
 
 @triton.jit
-def store_row_scales(
-    planes, slot, i_h, o_v, most, bad, V: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr
-):  # fmt: skip
+def store_row_scales(planes, slot, i_h, o_v, most, V: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr):
     """The scale of every row of a kind, if it has one: NaN if the row is not finite."""
+    good, most = of_rows(most)
     if KIND == "fp8":
-        store_rows(planes[FIRST + 1], slot, i_h, o_v, two_to(power(most, 0x43E00000)) + bad, V)
+        store_rows(planes[FIRST + 1], slot, i_h, o_v, tl.where(good, two_to(power(most, 0x43E00000)), float("nan")), V)
     elif KIND == "int8":
-        store_rows(planes[FIRST + 1], slot, i_h, o_v, int8_scale(most) + bad, V)
+        store_rows(planes[FIRST + 1], slot, i_h, o_v, tl.where(good, int8_scale(most), float("nan")), V)
     elif KIND == "fp4":
-        store_rows(planes[FIRST + 2], slot, i_h, o_v, two_to(power(most, 0x45280000)) + bad, V)
+        store_rows(planes[FIRST + 2], slot, i_h, o_v, tl.where(good, two_to(power(most, 0x45280000)), float("nan")), V)
 
 
 @triton.jit
-def store_scales(planes, slot, i_h, o_v, most, bad, V: tl.constexpr, FORMAT: tl.constexpr):
+def store_scales(planes, slot, i_h, o_v, most, V: tl.constexpr, FORMAT: tl.constexpr):
     """Scales of rows, of all kinds that a format has: last, since every block of a row is decoded by its old one."""
     FIRST: tl.constexpr = copy_planes(FORMAT)
     if FIRST > 0:
-        store_row_scales(planes, slot, i_h, o_v, most, bad, V, copy_kind(FORMAT), 0)
-    store_row_scales(planes, slot, i_h, o_v, most, bad, V, checkpoint_kind(FORMAT), FIRST)
+        store_row_scales(planes, slot, i_h, o_v, most, V, copy_kind(FORMAT), 0)
+    store_row_scales(planes, slot, i_h, o_v, most, V, checkpoint_kind(FORMAT), FIRST)
 
 
 @triton.jit
@@ -603,7 +644,7 @@ def store_float(
     elif KIND == "fp16":
         kept = tl.where(b_s == b_s, clamp(b_s, 65504.0), b_s)
         if STOCHASTIC:
-            kept = round_float(kept, random, 10, -14, True)
+            kept = tl.where(b_s == b_s, round_float(kept, random, 10, -14, True), b_s)
         half = kept.to(tl.float16)
         store_elements(planes[FIRST], slot, i_h, o_v, half, V, K, BK, from_k)
         return half
@@ -621,12 +662,12 @@ def store_float(
 
 @triton.jit
 def store_kind(
-    planes, slot, i_h, o_v, b_s, most, bad, random, from_k, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
+    planes, slot, i_h, o_v, b_s, most, random, from_k, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Store one kind, planes from FIRST on; returns what tokens read, as fetch_read has it, or (with scales) b_s."""
     if KIND == "fp8" or KIND == "int8" or KIND == "fp4" or KIND == "mxfp4":
-        store_scaled(planes, slot, i_h, o_v, b_s, most, bad, random, from_k, V, K, BV, BK, KIND, FIRST, STOCHASTIC)
+        store_scaled(planes, slot, i_h, o_v, b_s, most, random, from_k, V, K, BV, BK, KIND, FIRST, STOCHASTIC)
         return b_s
     else:
         return store_float(planes, slot, i_h, o_v, b_s, random, from_k, V, K, BK, KIND, FIRST, STOCHASTIC)
@@ -634,8 +675,8 @@ def store_kind(
 
 @triton.jit
 def store_block(
-    planes, slot, i_h, o_v, b_s, most, bad, key, noise_slot, flush, from_k, V: tl.constexpr, K: tl.constexpr,
-    BV: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
+    planes, slot, i_h, o_v, b_s, most, words, from_k, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Encode and store b_s [BV, BK], columns from from_k on of rows o_v of a head, in all planes but those of rows.
 
@@ -644,9 +685,8 @@ def store_block(
     | Name       | Shape | Dtype | Dir | Meaning                                                   |
     | planes     | tuple |       | out | as in fetch_read                                          |
     | b_s        | tile  | fp32  | in  |                                                           |
-    | most, bad  | [BV]  | fp32  | in  | `widest` of the whole rows; nothing where none has a scale|
-    | key        | [2]   | int64 | in  | LayerState.key                                            |
-    | noise_slot |       |       | in  | the slot that noise is drawn for, and its flush number    |
+    | most       | [BV]  | int32 | in  | `widest` of the whole rows; nothing where none has a scale|
+    | words      | tuple |       | in  | noise_words of the slot that noise is drawn for           |
     """
     STOCHASTIC: tl.constexpr = is_stochastic(FORMAT)
     KIND: tl.constexpr = checkpoint_kind(FORMAT)
@@ -655,32 +695,32 @@ def store_block(
     random = 0
     if KIND == "residual":
         code, ratio = store_scaled(
-            planes, slot, i_h, o_v, b_s, most, bad, 0, from_k, V, K, BV, BK, COPY, 0, False
+            planes, slot, i_h, o_v, b_s, most, 0, from_k, V, K, BV, BK, COPY, 0, False
         )  # fmt: skip
         if STOCHASTIC:
-            random = noise(key, noise_slot, flush, i_h, o_v, from_k, V, K, BV, BK)
+            random = noise(words, i_h, o_v, from_k, V, K, BV, BK)
         store_residual(planes, slot, i_h, o_v, code, ratio, random, from_k, V, K, BV, BK, FORMAT)
         return b_s
     else:
         if COPY is not None:
-            store_kind(planes, slot, i_h, o_v, b_s, most, bad, 0, from_k, V, K, BV, BK, COPY, 0, False)
+            store_kind(planes, slot, i_h, o_v, b_s, most, 0, from_k, V, K, BV, BK, COPY, 0, False)
         if STOCHASTIC:
-            random = noise(key, noise_slot, flush, i_h, o_v, from_k, V, K, BV, BK)
+            random = noise(words, i_h, o_v, from_k, V, K, BV, BK)
         return store_kind(
-            planes, slot, i_h, o_v, b_s, most, bad, random, from_k, V, K, BV, BK, KIND, FIRST, STOCHASTIC
+            planes, slot, i_h, o_v, b_s, most, random, from_k, V, K, BV, BK, KIND, FIRST, STOCHASTIC
         )  # fmt: skip
 
 
 @triton.jit
 def store(
-    planes, slot, i_h, o_v, b_s, key, noise_slot, flush, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
-    BK: tl.constexpr, FORMAT: tl.constexpr,
+    planes, slot, i_h, o_v, b_s, words, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
     """store_block and store_scales of whole rows."""
-    most, bad = 0.0, 0.0
+    most = 0
     if needs_whole_rows(FORMAT):
-        most, bad = widest(tl.zeros([BV], tl.float32), tl.zeros([BV], tl.float32), b_s, 0, K)
-    b_s = store_block(planes, slot, i_h, o_v, b_s, most, bad, key, noise_slot, flush, 0, V, K, BV, BK, FORMAT)
+        most = widest(tl.zeros([BV], tl.int32), b_s, 0, K)
+    b_s = store_block(planes, slot, i_h, o_v, b_s, most, words, 0, V, K, BV, BK, FORMAT)
     if needs_whole_rows(FORMAT):
-        store_scales(planes, slot, i_h, o_v, most, bad, V, FORMAT)
+        store_scales(planes, slot, i_h, o_v, most, V, FORMAT)
     return b_s

@@ -36,6 +36,8 @@ from replayssm.formats_kernel import (
     in_bf16,
     load_update,
     needs_whole_rows,
+    noise_words,
+    overwrites_scales,
     read_kind,
     read_parts,
     scaled,
@@ -623,6 +625,7 @@ def flush_rows(
     """
     slot, first, _, length, _, row = load_row(table, i_b, B)
     folds, number, flush = tl.load(table + 4 * B + i_b), tl.load(table + 7 * B + i_b), tl.load(table + 8 * B + i_b)
+    words = noise_words(key, slot, flush)
     first = (first + R - folds) % R
     PARTS: tl.constexpr = PT if T > 1 or in_bf16(FORMAT) else 1
     TILE: tl.constexpr = [BV, BN] if T > 1 or in_bf16(FORMAT) else [BV]
@@ -641,27 +644,25 @@ def flush_rows(
                     chunk = load_chunk(ring, slot, first, folds, i_h, n * BB, H, G, K, R, BB, DELTA, CN)
                     b_w = ask(b_w, b_s, chunk, update_parts(FORMAT))
             b_u = values(load_values(ring, slot, first, folds, i_h, o_v, V, R, BV, CN), b_w, gathered, DELTA)
-            most, bad = tl.zeros([BV], tl.float32), tl.zeros([BV], tl.float32)
+            most = tl.zeros([BV], tl.int32)
             if needs_whole_rows(FORMAT):
                 for n in tl.range((K + BB - 1) // BB, num_stages=3):
                     b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BB, FORMAT, n * BB)
                     chunk = load_chunk(ring, slot, first, folds, i_h, n * BB, H, G, K, R, BB, DELTA, CN)
-                    most, bad = widest(most, bad, fold_in(b_s, b_u, chunk, gathered), n * BB, K)
+                    most = widest(most, fold_in(b_s, b_u, chunk, gathered), n * BB, K)
             b_y = tl.zeros(TILE, tl.float32)
             for n in tl.range((K + BB - 1) // BB, num_stages=3):
                 b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BB, FORMAT, n * BB)
                 chunk = load_chunk(ring, slot, first, folds, i_h, n * BB, H, G, K, R, BB, DELTA, CN)
                 b_s = fold_in(b_s, b_u, chunk, gathered)
-                if needs_whole_rows(FORMAT):
+                if overwrites_scales(FORMAT):
                     tl.debug_barrier()  # all threads have loaded what is written over
-                b_s = store_block(
-                    planes, slot, i_h, o_v, b_s, most, bad, key, slot, flush, n * BB, V, K, BV, BB, FORMAT
-                )
+                b_s = store_block(planes, slot, i_h, o_v, b_s, most, words, n * BB, V, K, BV, BB, FORMAT)
                 if answer is not None:
                     b_y = multiplied(b_y, b_s, p_t, n * BB, length, T, K, P, PT, BN, BB, FORMAT)
             if needs_whole_rows(FORMAT):
                 tl.debug_barrier()
-                store_scales(planes, slot, i_h, o_v, most, bad, V, FORMAT)
+                store_scales(planes, slot, i_h, o_v, most, V, FORMAT)
             store_answer(p_y, b_y, o_v, length, T, V, BN)
             from_v += BV
     else:
@@ -673,7 +674,7 @@ def flush_rows(
             b_s = fold_tile(b_s, ring, slot, first, folds, i_h, o_v, H, G, V, K, R, CHANNEL, BV, BK, DELTA, AHEAD)
             if needs_whole_rows(FORMAT):
                 tl.debug_barrier()
-            b_s = store(planes, slot, i_h, o_v, b_s, key, slot, flush, V, K, BV, BK, FORMAT)
+            b_s = store(planes, slot, i_h, o_v, b_s, words, V, K, BV, BK, FORMAT)
             if answer is not None:
                 b_y = multiplied(tl.zeros(TILE, tl.float32), b_s, p_t, 0, length, T, K, P, PT, BN, BK, FORMAT)
                 store_answer(p_y, b_y, o_v, length, T, V, BN)
@@ -844,7 +845,7 @@ def fold_kernel(
             flush = tl.load(flushes + i_n)
             if needs_whole_rows(FORMAT):
                 tl.debug_barrier()  # all threads have loaded what is written over
-        store(into, i_out, i_h, o_v, b_s, key, slot, flush, V, K, BV, BK, OUT)
+        store(into, i_out, i_h, o_v, b_s, noise_words(key, slot, flush), V, K, BV, BK, OUT)
 
 
 @triton.jit
@@ -858,7 +859,7 @@ def store_kernel(
     o_v, o_k = i_v * BV + tl.arange(0, BV), tl.arange(0, BK)
     p_s = state + ((i_n * H + i_h) * V + o_v[:, None]) * K + o_k
     b_s = tl.load(p_s, mask=(o_v < V)[:, None] & (o_k < K), other=0.0)
-    store(planes, slot, i_h, o_v, b_s, key, slot, 0, V, K, BV, BK, FORMAT)
+    store(planes, slot, i_h, o_v, b_s, noise_words(key, slot, 0), V, K, BV, BK, FORMAT)
 
 
 @triton.jit
