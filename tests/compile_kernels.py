@@ -168,7 +168,8 @@ def jobs(
                     "BJ": chosen.carry_heads,
                     "BC": triton.next_power_of_2(chosen.carry_heads * V),
                 }  # fmt: skip
-                types |= inputs | {"B": "i32", "flushers": "i32"}
+                scratch = "*fp32" if recurrence.channel_gate and chosen.fold_heads else None
+                types |= inputs | {"B": "i32", "flushers": "i32", "scratch": scratch}
                 roles: list[tuple[str, int, int | None]] = [("both", chosen.carry_warps, None)]
                 if chosen.apart:
                     roles = [

@@ -86,7 +86,7 @@ SCALED = {
 
 
 @pytest.mark.parametrize("case, format", [(case, format) for case, some in SCALED.items() for format in some])
-@pytest.mark.parametrize("rows", [1, 24], ids=["one launch", "two launches"])
+@pytest.mark.parametrize("rows", [1, 24, 70], ids=["one launch", "two launches", "three launches"])
 def test_scaled_formats_equal_torch(case: str, format: str, rows: int) -> None:
     """Real sizes, bf16 activations, two flushes; the same encoding and noise, so only sums differ."""
     errors = bench.check(case, rows, format, bench.Steps(), steps=36)

@@ -50,7 +50,7 @@ def test_kernels_hold_what_torch_holds(
     if apart:
         chosen = kernels.launch
         monkeypatch.setattr(kernels, "in_one_launch", lambda rows, heads: False)
-        monkeypatch.setattr(kernels, "launch", lambda *cell: chosen(*cell)._replace(apart=True))
+        monkeypatch.setattr(kernels, "launch", lambda *cell: chosen(*cell)._replace(apart=True, fold_heads=True))
     caches = [
         make_cache(name, BLOCKS, format=format, implementation=implementation, slots=2, window=2)
         for implementation in ("torch", "triton")
@@ -113,7 +113,7 @@ def test_all_ways_to_fold(
     monkeypatch.setattr(kernels, "in_one_launch", lambda rows, heads: launches == 1)
     changes = {"fold_k": columns, "flush_v": 32, "apart": launches == 3, "answers": launches == 3}
     if launches == 3:
-        changes |= {"flush_parts": 2, "fold_v": 32}
+        changes |= {"flush_parts": 2, "fold_v": 32, "fold_heads": True}
     monkeypatch.setattr(kernels, "launch", lambda *cell: chosen(*cell)._replace(**changes))
     wide = Geometry(H=3, G=1, V=20, K=32)
     life = Life(make_cache(name, wide, implementation="triton", slots=2, window=window, max_tokens=tokens), generator)

@@ -13,15 +13,22 @@ worked out in blocks of K, so that little waits in registers. Sums of g are sums
 Keys in bf16 stay exact. Tensor cores round towards zero after every few products: exp(P_n) S0 stays out of them, and
 what blocks of K give is added outside.
 
-With a g per key channel (kda) exp(D_ij) belongs to every product of channels, and A costs more than it saves
-(docs/log.md): there a tile is walked through the records, by the recurrence itself.
+With a g per key channel (kda) exp(D_ij) belongs to every product of channels. There records are carried as queries are
+(gdn/math.md): keys walk through the records before them, all at once, and what comes out is what the state is asked,
+
+    U = Diag(w) (M V - T S0^T)          t_i and M from the walk of a_i k_i: M_ij = -c_ij, M_ii = 1
+
+Once for a head, and left in memory for its tiles (`gather_walked`). With few rows of batch, where every tile is another
+program's, each is walked through the records itself, by the recurrence (`fold_tile`).
 """
+
+from typing import Any
 
 import triton
 import triton.language as tl
 
 from replayssm.arithmetic_kernel import add_product, expm1, parts_of
-from replayssm.formats_kernel import divides
+from replayssm.formats_kernel import divides, load_part
 
 CHUNK = tl.constexpr(16)
 
@@ -57,13 +64,13 @@ def load_chunk(
 
 @triton.jit
 def load_values(
-    ring, slot, first, count, i_h, o_v, V: tl.constexpr, R: tl.constexpr, BV: tl.constexpr, N: tl.constexpr
+    ring, slot, first, count, i_h, from_v, behind_v, V: tl.constexpr, R: tl.constexpr, BV: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
-    """v of the same records at rows o_v: [BV, N] fp32."""
-    o_p = tl.arange(0, N)
-    m_v = (o_p < count)[None, :] if divides(BV, V) else (o_p < count) & (o_v < V)[:, None]
-    p_v = ring.v.data + slot * ring.v.slot + i_h * (R * V) + o_v[:, None]
-    return tl.load(p_v + (first + o_p) % R * V, mask=m_v, other=0.0).to(tl.float32)
+    """v of the same records at BV rows from from_v on, zero from behind_v on: [BV, N] as stored."""
+    o_p, o_x = tl.arange(0, N), tl.arange(0, BV)
+    m_v = (o_p < count)[None, :] & (from_v + o_x < behind_v)[:, None]
+    p_v = ring.v.data + slot * ring.v.slot + i_h * (R * V) + from_v + o_x[:, None]
+    return tl.load(p_v + (first + o_p) % R * V, mask=m_v, other=0.0)
 
 
 @triton.jit
@@ -100,6 +107,79 @@ def gather(
         return 0.0, 1.0, outward * b_w, tl.sum(b_g, 0)
 
 
+@triton.constexpr_function
+def scratch_size(N: Any, K: Any) -> int:
+    """Numbers that gather_walked leaves for a head."""
+    return (2 * int(N) + 1) * int(K) + int(N) * int(N)
+
+
+@triton.jit
+def load_gated(ring, slot, at, there, i_g, i_h, o_k, K: tl.constexpr, R: tl.constexpr):
+    """kda: k [BK], 1 / |k|, g [BK] and w of the record at place `at` (modulo R), as stored; zeros if not `there`."""
+    i_k, i_r, m_k = i_g * R + at % R, i_h * R + at % R, (o_k < K) & there
+    return (
+        tl.load(ring.k.data + slot * ring.k.slot + i_k * K + o_k, mask=m_k, other=0.0),
+        tl.load(ring.norm.data + slot * ring.norm.slot + i_k, mask=there, other=0.0),
+        tl.load(ring.g.data + slot * ring.g.slot + i_r * K + o_k, mask=m_k, other=0.0),
+        tl.load(ring.w.data + slot * ring.w.slot + i_r, mask=there, other=0.0),
+    )
+
+
+@triton.jit
+def gather_walked(
+    ring, slot, first, count, i_h, x,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """kda's gather: M^T [N, N] and w [N]; in memory, from x on, rows of K in fp32: T, keys times exp(D), expm1(P_n)."""
+    o_p, o_k, i_g = tl.arange(0, N), tl.arange(0, BK), i_h // (H // G)
+    m_k = o_k < K
+    p_m = x + (2 * N + 1) * K
+    b_t, b_d = tl.zeros([N, BK], tl.float32), tl.zeros([BK], tl.float32)  # t of records behind i, the sum of their g
+    record, i = load_gated(ring, slot, first + N - 1, N <= count, i_g, i_h, o_k, K, R), N - 1
+    while i >= 0:
+        b_k, norm, b_g, w = record
+        # on its way while this one is worked on
+        record = load_gated(ring, slot, first + i - 1, (i > 0) & (i <= count), i_g, i_h, o_k, K, R)
+        b_k = b_k.to(tl.float32) * norm
+        tl.store(x + (N + i) * K + o_k, b_k * tl.exp(b_d), mask=m_k)
+        b_c = tl.where(o_p > i, w * tl.sum(b_t * b_k, 1), 0.0)
+        tl.store(p_m + i * N + o_p, tl.where(o_p == i, 1.0, -b_c))
+        b_t = tl.exp(b_g) * tl.where((o_p == i)[:, None], b_k, b_t - b_c[:, None] * b_k)
+        b_d += b_g
+        i -= 1
+    tl.store(x + o_p[:, None] * K + o_k, b_t, mask=(o_p >= 0)[:, None] & m_k)
+    tl.store(x + 2 * N * K + o_k, expm1(b_d), mask=m_k)
+    tl.debug_barrier()  # in memory, for other threads of this program
+    p_w = ring.w.data + slot * ring.w.slot + i_h * R
+    w = tl.load(p_w + (first + o_p) % R, mask=o_p < count, other=0.0)
+    return tl.load(p_m + o_p[:, None] * N + o_p), w
+
+
+@triton.jit
+def load_keys(
+    ring, slot, first, count, i_h, x, from_k,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr,
+    N: tl.constexpr, ADDED: tl.constexpr,
+):  # fmt: skip
+    """What the state is asked or (ADDED) what is added to it: keys, or x's rows, [N, BK] from column from_k on."""
+    if x is None:
+        return load_chunk(ring, slot, first, count, i_h, from_k, H, G, K, R, BK, DELTA, N)[0]
+    else:
+        o_p, o_k = tl.arange(0, N)[:, None], from_k + tl.arange(0, BK)
+        m_k = None if divides(BK, K) else (o_p >= 0) & (o_k < K)
+        return load_part(x + ADDED * N * K + o_p * K + o_k, m_k)
+
+
+@triton.jit
+def growth(gathered, x, from_k, K: tl.constexpr, BK: tl.constexpr, N: tl.constexpr):
+    """expm1(P_n), or of columns from from_k on."""
+    if x is None:
+        return expm1(gathered[3])
+    else:
+        o_k = from_k + tl.arange(0, BK)
+        return load_part(x + 2 * N * K + o_k, None if divides(BK, K) else o_k < K)[None, :]
+
+
 @triton.jit
 def inverse(b_a):
     """(I + A)^-1 of an upper triangle A [N, N] without diagonal, by substitution: stable, as walking is."""
@@ -112,9 +192,8 @@ def inverse(b_a):
 
 
 @triton.jit
-def ask(b_w, b_s, chunk, PARTS: tl.constexpr):
+def ask(b_w, b_s, b_k, PARTS: tl.constexpr):
     """b_w [BV, N] + S0 K^T for a block of K: b_s [BV, BK], of PARTS bf16 numbers each."""
-    b_k, _, _, _, _ = chunk
     return b_w + add_product(tl.zeros(b_w.shape, tl.float32), b_s, tl.trans(b_k), PARTS, parts_of(b_k.dtype))
 
 
@@ -128,12 +207,17 @@ def values(b_v, b_w, gathered, DELTA: tl.constexpr):
 
 
 @triton.jit
-def fold_in(b_s, b_u, chunk, gathered):
+def values_walked(b_v, b_w, walked):
+    """U^T [BV, N] of kda: its exp(D) is in the keys."""
+    b_m, w = walked
+    return (add_product(tl.zeros(b_v.shape, tl.float32), b_v, b_m, 3, 3) - b_w) * w
+
+
+@triton.jit
+def fold_in(b_s, b_u, b_k, grown):
     """exp(P_n) S0 + U^T K for a block of K: b_s [BV, BK]."""
-    b_k, _, _, _, _ = chunk
-    _, _, _, total = gathered
     b_n = add_product(tl.zeros(b_s.shape, tl.float32), b_u, b_k, 3, parts_of(b_k.dtype))
-    return b_s + expm1(total) * b_s + b_n
+    return b_s + grown * b_s + b_n
 
 
 @triton.jit
@@ -147,31 +231,28 @@ def load_some(
     """
     records = ()
     for d in tl.static_range(N):
-        place, more = (first + d) % R, d < count
-        i_g, i_r = i_h // (H // G) * R + place, i_h * R + place
-        m_k = (o_k < K) & more
-        b_k = tl.load(ring.k.data + slot * ring.k.slot + i_g * K + o_k, mask=m_k, other=0.0)
-        norm = tl.load(ring.norm.data + slot * ring.norm.slot + i_g, mask=more, other=0.0)
-        b_v = tl.load(ring.v.data + slot * ring.v.slot + i_r * V + o_v, mask=(o_v < V) & more, other=0.0)
-        b_g = tl.load(ring.g.data + slot * ring.g.slot + i_r * K + o_k, mask=m_k, other=0.0)
-        beta = tl.load(ring.w.data + slot * ring.w.slot + i_r, mask=more, other=0.0)
+        place, more, i_g = (first + d) % R, d < count, i_h // (H // G)
+        b_k, norm, b_g, beta = load_gated(ring, slot, place, more, i_g, i_h, o_k, K, R)
+        p_v = ring.v.data + slot * ring.v.slot + (i_h * R + place) * V + o_v
+        b_v = tl.load(p_v, mask=(o_v < V) & more, other=0.0)
         records = records + ((b_k, norm, b_v, b_g, beta),)  # type: ignore[assignment]
     return records
 
 
 @triton.jit
 def fold_tile(
-    b_s, ring, slot, first, count, i_h, o_v,
+    b_s, ring, slot, first, count, i_h, from_v,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
     BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr, AHEAD: tl.constexpr = 1,
 ):  # fmt: skip
-    """The tile b_s [BV, BK] after `count` records from place `first`: a chunk after the other, or (kda) one by one.
+    """The tile b_s [BV, BK], rows from from_v on, after `count` records from place `first`: a chunk after the other, or
+    (kda) one by one.
 
     kda: AHEAD records are on their way while as many are folded. A record of zeros changes nothing.
     """
     i = 0
     if CHANNEL:
-        o_k = tl.arange(0, BK)
+        o_v, o_k = from_v + tl.arange(0, BV), tl.arange(0, BK)
         records = load_some(ring, slot, first, count, i_h, o_v, o_k, H, G, V, K, R, AHEAD)
         while i < count:
             i += AHEAD
@@ -186,11 +267,11 @@ def fold_tile(
     else:
         while i < count:
             gathered = gather(ring, slot, first + i, count - i, i_h, H, G, K, R, BK, DELTA, CHUNK)
-            b_v = load_values(ring, slot, first + i, count - i, i_h, o_v, V, R, BV, CHUNK)
-            chunk = load_chunk(ring, slot, first + i, count - i, i_h, 0, H, G, K, R, BK, DELTA, CHUNK)
+            b_v = load_values(ring, slot, first + i, count - i, i_h, from_v, V, V, R, BV, CHUNK).to(tl.float32)
+            b_k = load_chunk(ring, slot, first + i, count - i, i_h, 0, H, G, K, R, BK, DELTA, CHUNK)[0]
             b_w = 0.0
             if DELTA:
-                b_w = ask(tl.zeros([BV, CHUNK], tl.float32), b_s, chunk, 3)
-            b_s = fold_in(b_s, values(b_v, b_w, gathered, DELTA), chunk, gathered)
+                b_w = ask(tl.zeros([BV, CHUNK], tl.float32), b_s, b_k, 3)
+            b_s = fold_in(b_s, values(b_v, b_w, gathered, DELTA), b_k, expm1(gathered[3]))
             i += CHUNK
     return b_s

@@ -24,16 +24,30 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_warps
 
 from replayssm import formats
 from replayssm.arithmetic_kernel import INTERPRETED, add_product, parts_of, sigmoid, store_parts
-from replayssm.fold_kernel import ask, chunk_size, fold_in, fold_tile, gather, load_chunk, load_values, values
+from replayssm.fold_kernel import (
+    ask,
+    chunk_size,
+    fold_in,
+    fold_tile,
+    gather,
+    gather_walked,
+    growth,
+    load_keys,
+    load_values,
+    scratch_size,
+    values,
+    values_walked,
+)
 from replayssm.formats_kernel import (
     decode_read,
     divides,
     fetch_read,
     in_bf16,
+    load_part,
     load_update,
     needs_whole_rows,
     noise_words,
@@ -148,15 +162,6 @@ def multiplied(
     else:
         b_y += tl.sum(b_s.to(tl.float32) * load_part(p_t + o_k, None if divides(BB, K) else o_k < K), 1)
     return b_y
-
-
-@triton.jit
-def load_part(p, mask):
-    """A load whose mask may be None: all of it is there."""
-    if mask is None:
-        return tl.load(p)
-    else:
-        return tl.load(p, mask=mask, other=0.0)
 
 
 # ---- a step's inputs ----
@@ -371,8 +376,8 @@ def await_number(ready, slot, number, at):
 
 @triton.jit
 def prepare_kernel(
-    planes, key, inputs, ring, weights, table, ready, parent, kin, q, t, c, ends, answer, B, flushers, part, least,
-    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    planes, key, inputs, ring, weights, table, ready, parent, kin, q, t, c, ends, answer, scratch, B, flushers, part,
+    least, T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, L: tl.constexpr, W: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr, BF: tl.constexpr, BB: tl.constexpr,
     CHANNEL: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr, CARRY: tl.constexpr, GATES: tl.constexpr,
@@ -398,6 +403,7 @@ def prepare_kernel(
     | parent     | [B, T]         | int32  | in     | of a tree, else None; kin [B, T, T] likewise             |
     | q          | [B, G, T, K]   |        | out    | scratch where T > 1: queries as the convolution left them|
     | answer     | [B, H, T, V]   | fp32   | out    | S0 t of the rows that were due, or None                  |
+    | scratch    | [flushers, n]  | fp32   | out    | for gather_walked (kda), or None: tiles are walked       |
     | Of one token (T = 1):
     | t          | [B, N, K]      | fp32   | out    | carried queries of N = G or H heads,                     |
     |            | or [B, N, K,PT]| bf16   |        | or their parts side by side                              |
@@ -415,6 +421,7 @@ def prepare_kernel(
     if ROLE == "flush" or (ROLE == "both" and i >= carriers):
         if CHUNKS > 0:
             i -= carriers
+            x = None if scratch is None else scratch + i * scratch_size(CN, K)
             parts = (V + part - 1) // part
             behind = tl.load(table + 9 * B) * (H * parts)
             active = tl.minimum(flushers, (behind + least - 1) // least)
@@ -423,8 +430,9 @@ def prepare_kernel(
             while i < behind:
                 i_b, i_h, i_v = B - 1 - i // (H * parts), i // parts % H, i % parts
                 flush_rows(
-                    planes, key, ring, table, ready, t, answer, i_b, i_h, i_v * part, tl.minimum((i_v + 1) * part, V),
-                    B, T, H, G, N, V, K, R, P, PT, CHANNEL, BF, BK, BB, BT, BJ, DELTA, FORMAT, CHUNKS, CN, AHEAD,
+                    planes, key, ring, table, ready, t, answer, x, i_b, i_h, i_v * part,
+                    tl.minimum((i_v + 1) * part, V), B,
+                    T, H, G, N, V, K, R, P, PT, CHANNEL, BF, BK, BB, BT, BJ, DELTA, FORMAT, CHUNKS, CN, AHEAD,
                 )  # fmt: skip
                 publish(ready, table, i_b, H + i_h * parts + i_v, B)
                 i += active
@@ -610,7 +618,7 @@ def zero_tile(y, row, i_h, i_v, T: tl.constexpr, H: tl.constexpr, V: tl.constexp
 
 @triton.jit
 def flush_rows(
-    planes, key, ring, table, ready, t, answer, i_b, i_h, from_v, behind_v, B,
+    planes, key, ring, table, ready, t, answer, x, i_b, i_h, from_v, behind_v, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, CHANNEL: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
     BB: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
@@ -628,35 +636,47 @@ def flush_rows(
     words = noise_words(key, slot, flush)
     first = (first + R - folds) % R
     PARTS: tl.constexpr = PT if T > 1 or in_bf16(FORMAT) else 1
+    WARPS: tl.constexpr = 1 if INTERPRETED else num_warps()
     TILE: tl.constexpr = [BV, BN] if T > 1 or in_bf16(FORMAT) else [BV]
     p_t = t + (row * N + i_h // (H // N)) * (PARTS * T * K)
     p_y = None if answer is None else answer + (row * H + i_h) * (T * V)
-    if CHUNKS == 1 and not CHANNEL:
-        gathered = gather(ring, slot, first, folds, i_h, H, G, K, R, BB, DELTA, CN)
+    if CHUNKS == 1 and (not CHANNEL or x is not None):
+        if x is None:
+            gathered = gather(ring, slot, first, folds, i_h, H, G, K, R, BB, DELTA, CN)
+        else:
+            gathered = gather_walked(ring, slot, first, folds, i_h, x, H, G, K, R, BK, CN)
         if answer is not None:
             await_number(ready, slot, number, unit_of(i_h, H // G, BJ))
+        b_v = load_values(ring, slot, first, folds, i_h, from_v, behind_v, V, R, BV, CN)
         while from_v < behind_v:
             o_v, b_w = from_v + tl.arange(0, BV), 0.0
+            following = load_values(ring, slot, first, folds, i_h, from_v + BV, behind_v, V, R, BV, CN)
             if DELTA:
                 b_w = tl.zeros([BV, CN], tl.float32)
                 for n in tl.range((K + BB - 1) // BB, num_stages=3):
                     b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BB, FORMAT, n * BB)
-                    chunk = load_chunk(ring, slot, first, folds, i_h, n * BB, H, G, K, R, BB, DELTA, CN)
-                    b_w = ask(b_w, b_s, chunk, update_parts(FORMAT))
-            b_u = values(load_values(ring, slot, first, folds, i_h, o_v, V, R, BV, CN), b_w, gathered, DELTA)
+                    b_k = load_keys(ring, slot, first, folds, i_h, x, n * BB, H, G, K, R, BB, DELTA, CN, False)
+                    b_w = ask(b_w, b_s, b_k, update_parts(FORMAT))
+            b_u = b_v.to(tl.float32)
+            if x is None:
+                b_u = values(b_u, b_w, gathered, DELTA)
+            else:
+                b_u = values_walked(b_u, b_w, gathered)
+            b_v = following
             most = tl.zeros([BV], tl.int32)
             if needs_whole_rows(FORMAT):
                 for n in tl.range((K + BB - 1) // BB, num_stages=3):
                     b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BB, FORMAT, n * BB)
-                    chunk = load_chunk(ring, slot, first, folds, i_h, n * BB, H, G, K, R, BB, DELTA, CN)
-                    most = widest(most, fold_in(b_s, b_u, chunk, gathered), n * BB, K)
+                    b_k = load_keys(ring, slot, first, folds, i_h, x, n * BB, H, G, K, R, BB, DELTA, CN, True)
+                    grown = growth(gathered, x, n * BB, K, BB, CN)
+                    most = widest(most, fold_in(b_s, b_u, b_k, grown), n * BB, K)
             b_y = tl.zeros(TILE, tl.float32)
             for n in tl.range((K + BB - 1) // BB, num_stages=3):
                 b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BB, FORMAT, n * BB)
-                chunk = load_chunk(ring, slot, first, folds, i_h, n * BB, H, G, K, R, BB, DELTA, CN)
-                b_s = fold_in(b_s, b_u, chunk, gathered)
-                if overwrites_scales(FORMAT):
-                    tl.debug_barrier()  # all threads have loaded what is written over
+                b_k = load_keys(ring, slot, first, folds, i_h, x, n * BB, H, G, K, R, BB, DELTA, CN, True)
+                b_s = fold_in(b_s, b_u, b_k, growth(gathered, x, n * BB, K, BB, CN))
+                if overwrites_scales(FORMAT) or (needs_whole_rows(FORMAT) and WARPS > 1):
+                    tl.debug_barrier()  # all threads have loaded what is written over; the loop is no pipeline then
                 b_s = store_block(planes, slot, i_h, o_v, b_s, most, words, n * BB, V, K, BV, BB, FORMAT)
                 if answer is not None:
                     b_y = multiplied(b_y, b_s, p_t, n * BB, length, T, K, P, PT, BN, BB, FORMAT)
@@ -671,7 +691,7 @@ def flush_rows(
         while from_v < behind_v:
             o_v = from_v + tl.arange(0, BV)
             b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BK, FORMAT)
-            b_s = fold_tile(b_s, ring, slot, first, folds, i_h, o_v, H, G, V, K, R, CHANNEL, BV, BK, DELTA, AHEAD)
+            b_s = fold_tile(b_s, ring, slot, first, folds, i_h, from_v, H, G, V, K, R, CHANNEL, BV, BK, DELTA, AHEAD)
             if needs_whole_rows(FORMAT):
                 tl.debug_barrier()
             b_s = store(planes, slot, i_h, o_v, b_s, words, V, K, BV, BK, FORMAT)
@@ -701,12 +721,12 @@ def read_part(
 ):  # fmt: skip
     """read_tile or read_tokens, the checkpoint (unless there is an answer) on its way before the carry is awaited."""
     codes, blocks, rows, beside = 0, 1.0, 1.0, (0.0, 0.0, 0.0)
+    if answer is None:  # first: what else is loaded is waited for at once, to go through shared memory
+        codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
     if T == 1:
         beside = fetch_beside(
             ring, skip, gate, slot, first, before, row, i_h, i_v, V, R, BP, BV, answer is not None
         )  # fmt: skip
-    if answer is None:
-        codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
     if T > 1:
         read_tokens(
             planes, codes, blocks, rows, ring, slot, first, before, length, row, number, ready, t, c, answer, y, skip,
@@ -796,7 +816,7 @@ def decode_kernel(
         if CHUNKS > 0:
             if folds > 0:
                 flush_rows(
-                    planes, key, ring, table, None, t, None, i_b, i_h, i_v * BV, tl.minimum((i_v + 1) * BV, V), B,
+                    planes, key, ring, table, None, t, None, None, i_b, i_h, i_v * BV, tl.minimum((i_v + 1) * BV, V), B,
                     T, H, G, N, V, K, R, P, PT, CHANNEL, BF, BK, BB, BT, 1, DELTA, FORMAT, CHUNKS, CN, AHEAD,
                 )  # fmt: skip
                 tl.debug_barrier()  # for other threads of this program
@@ -838,7 +858,7 @@ def fold_kernel(
         o_v = i_v * BV + tl.arange(0, BV)
         b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BK, FORMAT)
         b_s = fold_tile(
-            b_s, ring, slot, tl.load(start + i_n), count, i_h, o_v, H, G, V, K, R, CHANNEL, BV, BK, DELTA
+            b_s, ring, slot, tl.load(start + i_n), count, i_h, i_v * BV, H, G, V, K, R, CHANNEL, BV, BK, DELTA
         )  # fmt: skip
         flush = 0
         if IN_PLACE:
@@ -901,7 +921,8 @@ class Launch(NamedTuple):
         flush_parts: where that were fewer parts for each, fewer programs do. The read has more room then, and hides a
             flush that is not due in all rows at once.
         fold_v, fold_k: rows of V and columns of K that are folded at a time.
-        fold_ahead: records that are on their way while as many are folded (KDA).
+        fold_heads: what a head's records come to is worked out once for its part of a flush (KDA), else by every tile.
+        fold_ahead: records that are on their way while as many are folded (KDA, by every tile).
     """
 
     together: bool
@@ -922,6 +943,7 @@ class Launch(NamedTuple):
     flush_parts: int
     fold_v: int
     fold_k: int
+    fold_heads: bool
     fold_ahead: int
 
 
@@ -963,7 +985,8 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
     # carries and flushes are short of programs that run at once: with fewer registers some spill, and are faster
     carry_warps, flush_warps = 1, 1
     flush_registers: int | None = 168
-    if scaled and recurrence.channel_gate:
+    walked = recurrence.channel_gate and rows <= 64
+    if scaled and walked:
         flush_warps, flush_registers = 4 if stored.copy else 2, None
     elif stored.copy and bits == 4:
         flush_registers = None if stored.residual else 168
@@ -971,7 +994,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         flush_registers = 128
     if tokens > 8 or (tokens > 1 and recurrence.channel_gate):
         carry_warps = 2
-        flush_warps = max(flush_warps, 2)
+        flush_warps = max(flush_warps, 2 if tokens > 8 or walked else 1)
     if recurrence.channel_gate:
         carry_registers = 96 if tokens == 1 else 128
     elif tokens > 8:
@@ -982,16 +1005,17 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         carry_heads = 2
     else:
         carry_heads = 8 if V <= 64 and rows >= (32 if halves else 128) else 4
-    flush_v = 16 if rows <= 64 or recurrence.channel_gate else V if V < 128 else 64
+    flush_v = 16 if rows <= 64 else V if V < 128 else 64
     flush_programs, flush_parts, fold_v = 8, 1, 16
     if bits == 4 and not stored.copy and not recurrence.delta and tokens == 1 and rows > 64:
         flush_v, flush_programs = 32, 16  # what a part costs is encoding
-    if recurrence.channel_gate:
+    if walked:
         flush_programs = 8 if scaled else 12
     elif tokens == 1 and rows >= 64:
-        # a program is done with its parts, each 31 us of it or 42, when two thirds of the step are over
+        # a program is done with its parts, each 31 us of it, 42 or (kda) 65, when two thirds of the step are over
         reading = rows * H * V * K * stored.read_bytes(K) / 4.2e6
-        flush_parts = max(1, round(reading / (42 if recurrence.delta else 31) * 64 / flush_v))
+        long = 65 if recurrence.channel_gate else 42 if recurrence.delta else 31
+        flush_parts = max(1, round(reading / long * 64 / flush_v))
     elif not together and not recurrence.delta and not scaled and flush_v % 32 == 0:
         flush_programs, fold_v = 6, 32
     return Launch(
@@ -1000,7 +1024,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         read_warps=read_warps,
         read_k=min(columns(K), read_k),
         read_stages=read_stages,
-        apart=rows >= 64 or (scaled and recurrence.channel_gate),
+        apart=rows >= 64 or (scaled and walked),
         carry_warps=carry_warps,
         carry_registers=carry_registers,
         flush_warps=flush_warps,
@@ -1013,6 +1037,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
         flush_parts=flush_parts,
         fold_v=fold_v,
         fold_k=min(columns(K), 32 if recurrence.delta or format == "fp32" or scaled or tokens > 1 else 64),
+        fold_heads=not walked,
         fold_ahead=1 if rows >= 64 else 4,
     )
 
@@ -1151,6 +1176,9 @@ def decode(
     answer = None
     if beside and chosen.answers and stores_floats(format):
         answer = torch.empty(B, H, T, V, dtype=torch.float32, device=device)
+    scratch = None
+    if flushers and recurrence.channel_gate and chosen.fold_heads and flushing["CHUNKS"] == 1:
+        scratch = torch.empty(flushers, scratch_size(CN, K), dtype=torch.float32, device=device)
     carriers = min(units, chosen.carry_programs * processors(device)) if PDL else units
     parts: list[tuple[str, int, int, int, int | None]] = [("both", carriers, flushers, chosen.carry_warps, None)]
     if chosen.apart:
@@ -1162,8 +1190,8 @@ def decode(
         if first + last:
             prepare_kernel[(first + last,)](
                 checkpoint, layer.key, inputs, ring, weights, table, ready, step.parent, step.kin, q, t, c, ends,
-                answer, B, last, chosen.flush_v, chosen.flush_parts, **(carrying | flushing), PDL=PDL, ROLE=role,
-                BJ=chosen.carry_heads,
+                answer, scratch, B, last, chosen.flush_v, chosen.flush_parts, **(carrying | flushing), PDL=PDL,
+                ROLE=role, BJ=chosen.carry_heads,
                 BC=triton.next_power_of_2(chosen.carry_heads * V), num_warps=warps,
                 **early, **most_registers(registers, PDL),
             )  # fmt: skip
