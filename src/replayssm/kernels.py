@@ -947,7 +947,9 @@ class Launch(NamedTuple):
     fold_ahead: int
 
 
-def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) -> Launch:
+def launch(
+    recurrence: Any, geometry: Any, format: str, rows: int, tokens: int, window: int = 16
+) -> Launch:  # fmt: skip
     """Launch choices, found on an NVIDIA H200 (docs/log.md, 2026-11-30). KDA's of several tokens were not measured.
 
     What decides the order of a sum is one choice for every number of rows, so a row's result does not depend on how
@@ -1000,7 +1002,7 @@ def launch(recurrence: Any, geometry: Any, format: str, rows: int, tokens: int) 
     elif tokens > 8:
         carry_registers = None
     else:
-        carry_registers = 168 if tokens > 1 and recurrence.delta else 128
+        carry_registers = 168 if tokens > 1 and (recurrence.delta or window > 16) else 128
     if recurrence.delta:
         carry_heads = 2
     else:
@@ -1136,7 +1138,7 @@ def decode(
         c = torch.empty(B, H, tile["BP"], tile["PT"], dtype=torch.bfloat16, device=device)
         ends = torch.empty(B, H, 2, dtype=torch.float32, device=device)
     checkpoint, ring, table, format = planes(layer.checkpoint), pools(layer), step.table, layer.format.name
-    chosen = launch(recurrence, geometry, format, B, T)
+    chosen = launch(recurrence, geometry, format, B, T, window)
     beside = folds_beside(R, window)
     if not beside:
         # as many tokens as records may wait: those are folded first, to make room
