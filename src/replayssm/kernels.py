@@ -628,7 +628,8 @@ def flush_rows(
 
     Tiles of BV rows, in blocks of BB columns. There are CHUNKS chunks of CN records at most. With one, a tile is read
     again for every pass, so that little waits in registers: gdn asks it, rows with a scale are folded to see how wide
-    they become, then it is folded and stored.
+    they become, then it is folded and stored. kda needs memory x for what gather_walked leaves there; without it (None)
+    every tile is walked through the records.
     S0 t of the new S0, as it is stored, goes into `answer` (or None) once t is there.
     """
     slot, first, _, length, _, row = load_row(table, i_b, B)
