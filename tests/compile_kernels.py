@@ -159,7 +159,7 @@ def jobs(
             else:
                 constants = reading | {
                     "BJ": chosen.carry_heads, "PDL": PDL, "BESIDE": True, "FORMAT": fmt, "BB": chosen.read_k,
-                    "STAGES": chosen.read_stages,
+                    "STAGES": chosen.read_stages, "RUN": chosen.read_run,
                 }  # fmt: skip
                 if rows == ROWS[-1]:
                     found.append((f"read {fmt}", kernels.read_kernel, types, constants, chosen.read_warps, None))

@@ -107,13 +107,14 @@ def test_all_ways_to_fold(
 ) -> None:
     """Keys in blocks of columns or whole, one chunk of records and more, in all kinds of launches.
 
-    In three, as with many rows: flushes answer, in fewer programs than there could be, 32 rows of V at a time.
+    In three, as with many rows: flushes answer, in fewer programs than there could be, 32 rows of V at a time, and a
+    program reads two tiles.
     """
     chosen = kernels.launch
     monkeypatch.setattr(kernels, "in_one_launch", lambda rows, heads: launches == 1)
     changes = {"fold_k": columns, "flush_v": 32, "apart": launches == 3, "answers": launches == 3}
     if launches == 3:
-        changes |= {"flush_parts": 2, "fold_v": 32, "fold_heads": True}
+        changes |= {"flush_parts": 2, "fold_v": 32, "fold_heads": True, "read_run": 2}
     monkeypatch.setattr(kernels, "launch", lambda *cell: chosen(*cell)._replace(**changes))
     wide = Geometry(H=3, G=1, V=20, K=32)
     life = Life(make_cache(name, wide, implementation="triton", slots=2, window=window, max_tokens=tokens), generator)

@@ -18,6 +18,7 @@ from slot to slot may be anything, and slot arithmetic is int64.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -480,9 +481,27 @@ def fetch_beside(
 
 
 @triton.jit
+def fetch_carried(
+    slot, row, number, ready, t, c, ends, answer, i_h,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, P: tl.constexpr, BP: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """What the carry left for a head, once it is there: weights of S0 t and of the own v; c, and t if it is in fp32."""
+    if ready is not None:
+        await_number(ready, slot, number, unit_of(i_h, H // G, BJ))
+    p_ends = ends + (row * H + i_h) * 2
+    b_c, b_t = 0.0, 0.0
+    if answer is None:
+        b_c = load_columns(c + (row * H + i_h) * (BP * P), tl.arange(0, BP), BN, P)
+        if not in_bf16(FORMAT):
+            o_k = tl.arange(0, BK)
+            b_t = load_part(t + (row * N + i_h // (H // N)) * K + o_k, None if K == BK else o_k < K)
+    return tl.load(p_ends), tl.load(p_ends + 1), b_c, b_t
+
+
+@triton.jit
 def read_tile(
-    planes, codes, blocks, rows, beside, ring, slot, first, before, row, number, ready, t, c, ends, answer, y, skip,
-    gate, i_h, i_v,
+    planes, codes, blocks, rows, beside, carried, ring, slot, first, before, row, t, answer, y, skip, gate, i_h, i_v,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     P: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
     FORMAT: tl.constexpr, BB: tl.constexpr, STAGES: tl.constexpr,
@@ -496,7 +515,8 @@ def read_tile(
     | Name          | Shape          | Dtype  | Dir | Meaning                                       |
     | beside        | fetch_beside   |        | in  |                                               |
     | ring          | Ring           |        | in  | records                                       |
-    | t, c, ends    | prepare_kernel |        | in  |                                               |
+    | carried       | fetch_carried  |        | in  |                                               |
+    | t             | prepare_kernel |        | in  | in parts                                      |
     | answer        | prepare_kernel |        | in  | None where the checkpoint is read             |
     | y             | [B, T, H, V]   |        | out | T is 1                                        |
     | skip          | [H, V]         |        | in  | D as a Field (strides of H and V), or None    |
@@ -506,30 +526,23 @@ def read_tile(
     multiplied as it is. What counts is how few instructions a tile takes (docs/log.md).
     """
     b_v, b_d, b_z = beside
-    o_p, o_x = tl.arange(0, BP), tl.arange(0, BV)
+    decay, own, b_c, b_t = carried
+    o_x = tl.arange(0, BV)
     o_v = i_v * BV + o_x
     m_v = None if V % BV == 0 else o_v < V
     p_v = ring.v.data + slot * ring.v.slot + (i_h * (R * V) + i_v * BV)
-    if ready is not None:
-        await_number(ready, slot, number, unit_of(i_h, H // G, BJ))
     b_own = load_part(p_v + (first + before) % R * V + o_x, m_v).to(tl.float32)
-    p_ends = ends + (row * H + i_h) * 2
-    decay, own = tl.load(p_ends), tl.load(p_ends + 1)
     # (1) y = c_0 S0 t + c . v
     p_t = t + (row * N + i_h // (H // N)) * (K * (P if in_bf16(FORMAT) else 1))
     if answer is not None:
         b_y = load_part(answer + (row * H + i_h) * V + o_v, m_v) * decay
     elif in_bf16(FORMAT):
-        b_c = load_columns(c + (row * H + i_h) * (BP * P), o_p, BN, P)
         b_y = tl.zeros([BV, BN], tl.float32)
         for n in tl.range((K + BB - 1) // BB, num_stages=STAGES):
             b_s = codes if BB == BK else fetch_read(planes, slot, i_h, o_v, V, K, BB, FORMAT, n * BB)[0]
             b_y = multiplied(b_y, b_s, p_t, n * BB, 1, 1, K, P, P, BN, BB, FORMAT)
         b_y = tl.sum(add_product(b_y * decay, tl.trans(b_v), b_c, parts_of(b_v.dtype), 1), 1)
     else:
-        b_c = load_columns(c + (row * H + i_h) * (BP * P), o_p, BN, P)
-        o_k = tl.arange(0, BK)
-        b_t = load_part(p_t + o_k, None if K == BK else o_k < K)
         tile, scale = decode_read(codes, blocks, rows, BV, BK, FORMAT)
         b_y = summed(tile, scale, b_t, read_kind(FORMAT)) * decay
         b_y += tl.sum(add_product(tl.zeros([BV, BN], tl.float32), tl.trans(b_v), b_c, parts_of(b_v.dtype), 1), 1)
@@ -719,25 +732,50 @@ def read_part(
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
     BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, FORMAT: tl.constexpr, BB: tl.constexpr, STAGES: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
-    """read_tile or read_tokens, the checkpoint (unless there is an answer) on its way before the carry is awaited."""
-    codes, blocks, rows, beside = 0, 1.0, 1.0, (0.0, 0.0, 0.0)
-    if answer is None:  # first: what else is loaded is waited for at once, to go through shared memory
-        codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
-    if T == 1:
-        beside = fetch_beside(
-            ring, skip, gate, slot, first, before, row, i_h, i_v, V, R, BP, BV, answer is not None
-        )  # fmt: skip
+    """read_tile of RUN tiles, or read_tokens; the checkpoint (unless there is an answer) is fetched before the carry is
+    awaited.
+    """
+    tile = fetch_part(
+        planes, ring, skip, gate, slot, first, before, row, answer, i_h, i_v, T, V, K, R, BP, BV, BK, FORMAT
+    )  # fmt: skip
     if T > 1:
+        codes, blocks, rows, _ = tile
         read_tokens(
             planes, codes, blocks, rows, ring, slot, first, before, length, row, number, ready, t, c, answer, y, skip,
             gate, i_h, i_v, T, H, G, N, V, K, R, P, PT, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
         )  # fmt: skip
     else:
-        read_tile(
-            planes, codes, blocks, rows, beside, ring, slot, first, before, row, number, ready, t, c, ends, answer, y,
-            skip, gate, i_h, i_v, H, G, N, V, K, R, PT, BP, BT, BV, BK, BJ, FORMAT, BB, STAGES,
+        carried = fetch_carried(
+            slot, row, number, ready, t, c, ends, answer, i_h, H, G, N, K, PT, BP, BT, BK, BJ, FORMAT
         )  # fmt: skip
+        for n in tl.static_range(RUN):
+            codes, blocks, rows, beside = tile
+            if n + 1 < RUN:  # on its way while this one is answered
+                tile = fetch_part(
+                    planes, ring, skip, gate, slot, first, before, row, answer, i_h, i_v + n + 1,
+                    T, V, K, R, BP, BV, BK, FORMAT,
+                )  # fmt: skip
+            read_tile(
+                planes, codes, blocks, rows, beside, carried, ring, slot, first, before, row, t, answer, y, skip, gate,
+                i_h, i_v + n, H, G, N, V, K, R, PT, BP, BT, BV, BK, BJ, FORMAT, BB, STAGES,
+            )  # fmt: skip
+
+
+@triton.jit
+def fetch_part(
+    planes, ring, skip, gate, slot, first, before, row, answer, i_h, i_v,
+    T: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """fetch_read (unless there is an answer) and, of one token, fetch_beside."""
+    codes, blocks, rows, beside = 0, 1.0, 1.0, (0.0, 0.0, 0.0)
+    if answer is None:  # first: what else is loaded is waited for at once, to go through shared memory
+        codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
+    if T == 1:
+        beside = fetch_beside(ring, skip, gate, slot, first, before, row, i_h, i_v, V, R, BP, BV, answer is not None)
+    return codes, blocks, rows, beside
 
 
 @triton.jit
@@ -746,9 +784,9 @@ def read_kernel(
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
     BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, BESIDE: tl.constexpr, FORMAT: tl.constexpr,
-    PDL: tl.constexpr, BB: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr, BB: tl.constexpr, STAGES: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """read_part for every tile, head and row: grid (V / BV, H, B).
+    """read_part for every RUN tiles, head and row: grid (V / BV / RUN, H, B).
 
     planes: those of the format, as Pools. Bytes: V K read_bytes + (committed + T) V itemsize per row and head, and t,
     c, y. A row that is due is awaited first, where it was flushed BESIDE, by `part` rows of V; with `answer` its
@@ -756,37 +794,38 @@ def read_kernel(
     """
     if PDL:
         gdc_launch_dependents()
-    i_v, i_h, i_b, B = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    i_v, i_h, i_b, B = tl.program_id(0) * RUN, tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     # all at once: a trip to memory less
     slot, first, before, length, _, row = load_row(table, i_b, B)
     folds, number = tl.load(table + 4 * B + i_b), tl.load(table + 7 * B + i_b)
     if slot < 0:
-        zero_tile(y, row, i_h, i_v, T, H, V, BV)
+        for n in tl.static_range(RUN):
+            zero_tile(y, row, i_h, i_v + n, T, H, V, BV)
     else:
         if BESIDE:
             if folds > 0:
                 parts = (V + part - 1) // part
                 i_w = i_v * BV // part
-                while i_w * part < tl.minimum((i_v + 1) * BV, V):
+                while i_w * part < tl.minimum((i_v + RUN) * BV, V):
                     await_number(ready, slot, number, H + i_h * parts + i_w)
                     i_w += 1
         if answer is None:
             read_part(
                 planes, ring, slot, first, before, length, row, number, ready, t, c, ends, None, y, skip, gate, i_h,
-                i_v, T, H, G, N, V, K, R, P, PT, BP, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
+                i_v, T, H, G, N, V, K, R, P, PT, BP, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES, RUN,
             )  # fmt: skip
         elif folds > 0:
             read_part(
                 planes, ring, slot, first, before, length, row, number, ready, t, c, ends, answer, y, skip, gate, i_h,
-                i_v, T, H, G, N, V, K, R, P, PT, BP, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
+                i_v, T, H, G, N, V, K, R, P, PT, BP, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES, RUN,
             )  # fmt: skip
         else:
             read_part(
                 planes, ring, slot, first, before, length, row, number, ready, t, c, ends, None, y, skip, gate, i_h,
-                i_v, T, H, G, N, V, K, R, P, PT, BP, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES,
+                i_v, T, H, G, N, V, K, R, P, PT, BP, BR, BT, BV, BK, BJ, FORMAT, BB, STAGES, RUN,
             )  # fmt: skip
     if PDL:
-        if (i_b == B - 1) & (i_h == H - 1) & (i_v == tl.num_programs(0) - 1):
+        if (i_b == B - 1) & (i_h == H - 1) & (tl.program_id(0) == tl.num_programs(0) - 1):
             gdc_wait()
 
 
@@ -835,9 +874,10 @@ def decode_kernel(
             )  # fmt: skip
         else:
             beside = fetch_beside(ring, skip, gate, slot, first, before, row, i_h, i_v, V, R, BP, BV, False)
+            carried = fetch_carried(slot, row, 0, None, t, c, ends, None, i_h, H, G, N, K, PT, BP, BT, BK, 1, FORMAT)
             read_tile(
-                planes, codes, blocks, rows, beside, ring, slot, first, before, row, 0, None, t, c, ends, None, y, skip,
-                gate, i_h, i_v, H, G, N, V, K, R, PT, BP, BT, BV, BK, 1, FORMAT, BK, 1,
+                planes, codes, blocks, rows, beside, carried, ring, slot, first, before, row, t, None, y, skip, gate,
+                i_h, i_v, H, G, N, V, K, R, PT, BP, BT, BV, BK, 1, FORMAT, BK, 1,
             )  # fmt: skip
 
 
@@ -912,6 +952,7 @@ class Launch(NamedTuple):
         read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
         read_k, read_stages: columns of K that it takes at a time, and how many such blocks are on their way at most.
             All at once, they are fetched before the carry is awaited.
+        read_run: so many tiles of a head are read by one program, one after the other, the next on its way (one token).
         apart: carry and flush are a launch each, with warps and registers of their own; else the carry's warps serve
             both.
         carry_warps, flush_warps: warps of a program that carries or flushes.
@@ -931,6 +972,7 @@ class Launch(NamedTuple):
     read_warps: int
     read_k: int
     read_stages: int
+    read_run: int
     apart: bool
     carry_warps: int
     carry_registers: int | None
@@ -1027,6 +1069,7 @@ def launch(
         read_warps=read_warps,
         read_k=min(columns(K), read_k),
         read_stages=read_stages,
+        read_run=1,
         apart=rows >= 64 or (scaled and walked),
         carry_warps=carry_warps,
         carry_registers=carry_registers,
@@ -1163,7 +1206,8 @@ def decode(
     if skip is not None:
         skip = (skip[:, None] if skip.ndim == 1 else skip).expand(H, V)
     outputs = (y, None if skip is None else Field(skip, *skip.stride()), None if gate is None else field(gate))
-    grid = (triton.cdiv(V, chosen.read_v), H, B)
+    run = 1 if T > 1 or chosen.together else math.gcd(chosen.read_run, triton.cdiv(V, chosen.read_v))
+    grid = (triton.cdiv(V, chosen.read_v) // run, H, B)
     PDL = dependent_launches(device)
     early = {"launch_pdl": True} if PDL else {}
     if chosen.together:
@@ -1201,7 +1245,7 @@ def decode(
     read_kernel[grid](
         checkpoint, ring, table, ready, t, c, ends, answer, *outputs, chosen.flush_v, **reading, PDL=PDL, FORMAT=format,
         BV=chosen.read_v, BJ=chosen.carry_heads, BESIDE=beside, num_warps=chosen.read_warps,
-        BB=chosen.read_k, STAGES=chosen.read_stages,
+        BB=chosen.read_k, STAGES=chosen.read_stages, RUN=run,
         **early,
     )  # fmt: skip
     return y
