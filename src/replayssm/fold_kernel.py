@@ -66,9 +66,12 @@ def load_chunk(
 def load_values(
     ring, slot, first, count, i_h, from_v, behind_v, V: tl.constexpr, R: tl.constexpr, BV: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
-    """v of the same records at BV rows from from_v on, zero from behind_v on: [BV, N] as stored."""
+    """v of the same records at BV rows from from_v on, zero from behind_v (None: V) on: [BV, N] as stored."""
     o_p, o_x = tl.arange(0, N), tl.arange(0, BV)
-    m_v = (o_p < count)[None, :] & (from_v + o_x < behind_v)[:, None]
+    if behind_v is None and divides(BV, V):
+        m_v = (o_p < count)[None, :]
+    else:
+        m_v = (o_p < count)[None, :] & (from_v + o_x < (V if behind_v is None else behind_v))[:, None]
     p_v = ring.v.data + slot * ring.v.slot + i_h * (R * V) + from_v + o_x[:, None]
     return tl.load(p_v + (first + o_p) % R * V, mask=m_v, other=0.0)
 
@@ -267,7 +270,7 @@ def fold_tile(
     else:
         while i < count:
             gathered = gather(ring, slot, first + i, count - i, i_h, H, G, K, R, BK, DELTA, CHUNK)
-            b_v = load_values(ring, slot, first + i, count - i, i_h, from_v, V, V, R, BV, CHUNK).to(tl.float32)
+            b_v = load_values(ring, slot, first + i, count - i, i_h, from_v, None, V, R, BV, CHUNK).to(tl.float32)
             b_k = load_chunk(ring, slot, first + i, count - i, i_h, 0, H, G, K, R, BK, DELTA, CHUNK)[0]
             b_w = 0.0
             if DELTA:

@@ -400,7 +400,7 @@ def mix(x):
 @triton.jit
 def noise_words(key, slot, flush):
     """The two words that a flush's noise of a slot begins from, as formats.noise_keys: once for all of its tiles."""
-    s, f = slot.to(tl.uint32), flush.to(tl.uint32)
+    s, f = slot.to(tl.uint32), (0 * slot + flush).to(tl.uint32)
     return mix(mix(tl.load(key).to(tl.uint32) + s) + f), mix(mix(tl.load(key + 1).to(tl.uint32) + s) + f)
 
 
