@@ -129,14 +129,21 @@ def load_gated(ring, slot, at, there, i_g, i_h, o_k, K: tl.constexpr, R: tl.cons
 
 
 @triton.jit
+def pass_by(b_t, b_k, b_g, w):
+    """kda: queries b_t [n, BK] carried over a record (key b_k, g b_g [BK], w, one or [n]), and its weights c [n]."""
+    b_c = w * tl.sum(b_t * b_k[None, :], 1)
+    return (b_t - b_c[:, None] * b_k[None, :]) * tl.exp(b_g)[None, :], b_c
+
+
+@triton.jit
 def gather_walked(
-    ring, slot, first, count, i_h, x,
+    ring, slot, first, count, i_h, scratch,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """kda's gather: M^T [N, N] and w [N]; in memory, from x on, rows of K in fp32: T, keys times exp(D), expm1(P_n)."""
+    """kda's gather: M^T [N, N] and w [N]; in `scratch`, rows of K in fp32: T, keys times exp(D), expm1(P_n)."""
     o_p, o_k, i_g = tl.arange(0, N), tl.arange(0, BK), i_h // (H // G)
     m_k = o_k < K
-    p_m = x + (2 * N + 1) * K
+    p_m = scratch + (2 * N + 1) * K
     b_t, b_d = tl.zeros([N, BK], tl.float32), tl.zeros([BK], tl.float32)  # t of records behind i, the sum of their g
     record, i = load_gated(ring, slot, first + N - 1, N <= count, i_g, i_h, o_k, K, R), N - 1
     while i >= 0:
@@ -144,14 +151,13 @@ def gather_walked(
         # on its way while this one is worked on
         record = load_gated(ring, slot, first + i - 1, (i > 0) & (i <= count), i_g, i_h, o_k, K, R)
         b_k = b_k.to(tl.float32) * norm
-        tl.store(x + (N + i) * K + o_k, b_k * tl.exp(b_d), mask=m_k)
-        b_c = tl.where(o_p > i, w * tl.sum(b_t * b_k, 1), 0.0)
-        tl.store(p_m + i * N + o_p, tl.where(o_p == i, 1.0, -b_c))
-        b_t = tl.exp(b_g) * tl.where((o_p == i)[:, None], b_k, b_t - b_c[:, None] * b_k)
+        tl.store(scratch + (N + i) * K + o_k, b_k * tl.exp(b_d), mask=m_k)
+        b_t, b_c = pass_by(tl.where((o_p == i)[:, None], b_k, b_t), b_k, b_g, tl.where(o_p > i, w, 0.0))
+        tl.store(p_m + i * N + o_p, tl.where(o_p > i, -b_c, tl.where(o_p == i, 1.0, 0.0)))
         b_d += b_g
         i -= 1
-    tl.store(x + o_p[:, None] * K + o_k, b_t, mask=(o_p >= 0)[:, None] & m_k)
-    tl.store(x + 2 * N * K + o_k, expm1(b_d), mask=m_k)
+    tl.store(scratch + o_p[:, None] * K + o_k, b_t, mask=(o_p >= 0)[:, None] & m_k)
+    tl.store(scratch + 2 * N * K + o_k, expm1(b_d), mask=m_k)
     tl.debug_barrier()  # in memory, for other threads of this program
     p_w = ring.w.data + slot * ring.w.slot + i_h * R
     w = tl.load(p_w + (first + o_p) % R, mask=o_p < count, other=0.0)
@@ -160,27 +166,27 @@ def gather_walked(
 
 @triton.jit
 def load_keys(
-    ring, slot, first, count, i_h, x, from_k,
+    ring, slot, first, count, i_h, scratch, from_k,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr,
     N: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
-    """What the state is asked or (ADDED) what is added to it: keys, or x's rows, [N, BK] from column from_k on."""
-    if x is None:
+    """What the state is asked or (ADDED) what is added to it: keys or scratch's rows, [N, BK] from column from_k on."""
+    if scratch is None:
         return load_chunk(ring, slot, first, count, i_h, from_k, H, G, K, R, BK, DELTA, N)[0]
     else:
         o_p, o_k = tl.arange(0, N)[:, None], from_k + tl.arange(0, BK)
         m_k = None if divides(BK, K) else (o_p >= 0) & (o_k < K)
-        return load_part(x + ADDED * N * K + o_p * K + o_k, m_k)
+        return load_part(scratch + ADDED * N * K + o_p * K + o_k, m_k)
 
 
 @triton.jit
-def growth(gathered, x, from_k, K: tl.constexpr, BK: tl.constexpr, N: tl.constexpr):
+def growth(gathered, scratch, from_k, K: tl.constexpr, BK: tl.constexpr, N: tl.constexpr):
     """expm1(P_n), or of columns from from_k on."""
-    if x is None:
+    if scratch is None:
         return expm1(gathered[3])
     else:
         o_k = from_k + tl.arange(0, BK)
-        return load_part(x + 2 * N * K + o_k, None if divides(BK, K) else o_k < K)[None, :]
+        return load_part(scratch + 2 * N * K + o_k, None if divides(BK, K) else o_k < K)[None, :]
 
 
 @triton.jit
@@ -213,7 +219,7 @@ def values(b_v, b_w, gathered, DELTA: tl.constexpr):
 def values_walked(b_v, b_w, walked):
     """U^T [BV, N] of kda: its exp(D) is in the keys."""
     b_m, w = walked
-    return (add_product(tl.zeros(b_v.shape, tl.float32), b_v, b_m, 3, 3) - b_w) * w
+    return (add_product(tl.zeros(b_v.shape, tl.float32), b_v, b_m, parts_of(b_v.dtype), 3) - b_w) * w
 
 
 @triton.jit

@@ -165,23 +165,23 @@ def load_elements(
     first=0,
 ):  # fmt: skip
     """[BV, BC] entries as stored from column `first` on, 0 beyond."""
-    o = first + tl.arange(0, BC)
-    p = rows(plane, slot, i_h, o_v, V, COLUMNS)[:, None] + first + tl.arange(0, BC)
+    o = tl.arange(0, BC)
+    p = rows(plane, slot, i_h, o_v, V, COLUMNS)[:, None] + first + o
     policy: tl.constexpr = "evict_first" if EVICT else ""
     if divides(o_v.shape[0], V) and divides(BC, COLUMNS):
         return tl.load(p, eviction_policy=policy)
     else:
-        return tl.load(p, mask=(o_v < V)[:, None] & (o < COLUMNS), other=0, eviction_policy=policy)
+        return tl.load(p, mask=(o_v < V)[:, None] & (first + o < COLUMNS), other=0, eviction_policy=policy)
 
 
 @triton.jit
 def store_elements(plane, slot, i_h, o_v, x, V: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr, first=0):
-    o = first + tl.arange(0, BC)
-    p = rows(plane, slot, i_h, o_v, V, COLUMNS)[:, None] + first + tl.arange(0, BC)
+    o = tl.arange(0, BC)
+    p = rows(plane, slot, i_h, o_v, V, COLUMNS)[:, None] + first + o
     if divides(o_v.shape[0], V) and divides(BC, COLUMNS):
         tl.store(p, x)
     else:
-        tl.store(p, x, mask=(o_v < V)[:, None] & (o < COLUMNS))
+        tl.store(p, x, mask=(o_v < V)[:, None] & (first + o < COLUMNS))
 
 
 @triton.jit
@@ -400,7 +400,7 @@ def mix(x):
 @triton.jit
 def noise_words(key, slot, flush):
     """The two words that a flush's noise of a slot begins from, as formats.noise_keys: once for all of its tiles."""
-    s, f = slot.to(tl.uint32), (0 * slot + flush).to(tl.uint32)
+    s, f = slot.to(tl.uint32), (0 * slot + flush).to(tl.uint32)  # flush may be a literal
     return mix(mix(tl.load(key).to(tl.uint32) + s) + f), mix(mix(tl.load(key + 1).to(tl.uint32) + s) + f)
 
 

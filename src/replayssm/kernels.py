@@ -422,7 +422,7 @@ def prepare_kernel(
     if ROLE == "flush" or (ROLE == "both" and i >= carriers):
         if CHUNKS > 0:
             i -= carriers
-            x = None if scratch is None else scratch + i * scratch_size(CN, K)
+            own = None if scratch is None else scratch + i * scratch_size(CN, K)
             parts = (V + part - 1) // part
             behind = tl.load(table + 9 * B) * (H * parts)
             active = tl.minimum(flushers, (behind + least - 1) // least)
@@ -431,7 +431,7 @@ def prepare_kernel(
             while i < behind:
                 i_b, i_h, i_v = B - 1 - i // (H * parts), i // parts % H, i % parts
                 flush_rows(
-                    planes, key, ring, table, ready, t, answer, x, i_b, i_h, i_v * part,
+                    planes, key, ring, table, ready, t, answer, own, i_b, i_h, i_v * part,
                     tl.minimum((i_v + 1) * part, V), B,
                     T, H, G, N, V, K, R, P, PT, CHANNEL, BF, BK, BB, BT, BJ, DELTA, FORMAT, CHUNKS, CN, AHEAD,
                 )  # fmt: skip
@@ -503,7 +503,7 @@ def fetch_carried(
 def read_tile(
     planes, codes, blocks, rows, beside, carried, ring, slot, first, before, row, t, answer, y, skip, gate, i_h, i_v,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    P: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
+    P: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
     FORMAT: tl.constexpr, BB: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y = (c_0 S0 t + sum_j c_j v_j + D v) silu(z) for the caller's row `row`, head i_h, part i_v of V.
@@ -631,7 +631,7 @@ def zero_tile(y, row, i_h, i_v, T: tl.constexpr, H: tl.constexpr, V: tl.constexp
 
 @triton.jit
 def flush_rows(
-    planes, key, ring, table, ready, t, answer, x, i_b, i_h, from_v, behind_v, B,
+    planes, key, ring, table, ready, t, answer, scratch, i_b, i_h, from_v, behind_v, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, P: tl.constexpr, PT: tl.constexpr, CHANNEL: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
     BB: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, DELTA: tl.constexpr, FORMAT: tl.constexpr,
@@ -641,8 +641,8 @@ def flush_rows(
 
     Tiles of BV rows, in blocks of BB columns. There are CHUNKS chunks of CN records at most. With one, a tile is read
     again for every pass, so that little waits in registers: gdn asks it, rows with a scale are folded to see how wide
-    they become, then it is folded and stored. kda needs memory x for what gather_walked leaves there; without it (None)
-    every tile is walked through the records.
+    they become, then it is folded and stored. kda needs scratch for what gather_walked leaves there; without it
+    (None) every tile is walked through the records.
     S0 t of the new S0, as it is stored, goes into `answer` (or None) once t is there.
     """
     slot, first, _, length, _, row = load_row(table, i_b, B)
@@ -654,41 +654,44 @@ def flush_rows(
     TILE: tl.constexpr = [BV, BN] if T > 1 or in_bf16(FORMAT) else [BV]
     p_t = t + (row * N + i_h // (H // N)) * (PARTS * T * K)
     p_y = None if answer is None else answer + (row * H + i_h) * (T * V)
-    if CHUNKS == 1 and (not CHANNEL or x is not None):
-        if x is None:
+    if CHUNKS == 1 and (not CHANNEL or scratch is not None):
+        if scratch is None:
             gathered = gather(ring, slot, first, folds, i_h, H, G, K, R, BB, DELTA, CN)
         else:
-            gathered = gather_walked(ring, slot, first, folds, i_h, x, H, G, K, R, BK, CN)
+            gathered = gather_walked(ring, slot, first, folds, i_h, scratch, H, G, K, R, BK, CN)
         if answer is not None:
             await_number(ready, slot, number, unit_of(i_h, H // G, BJ))
-        b_v = load_values(ring, slot, first, folds, i_h, from_v, behind_v, V, R, BV, CN)
+        if T == 1:  # values of a tile are on their way while the one before is folded; with several tokens that spills
+            following = load_values(ring, slot, first, folds, i_h, from_v, behind_v, V, R, BV, CN)
         while from_v < behind_v:
             o_v, b_w = from_v + tl.arange(0, BV), 0.0
-            following = load_values(ring, slot, first, folds, i_h, from_v + BV, behind_v, V, R, BV, CN)
+            if T == 1:
+                b_v = following
+                following = load_values(ring, slot, first, folds, i_h, from_v + BV, behind_v, V, R, BV, CN)
+            else:
+                b_v = load_values(ring, slot, first, folds, i_h, from_v, behind_v, V, R, BV, CN)
             if DELTA:
                 b_w = tl.zeros([BV, CN], tl.float32)
                 for n in tl.range((K + BB - 1) // BB, num_stages=3):
                     b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BB, FORMAT, n * BB)
-                    b_k = load_keys(ring, slot, first, folds, i_h, x, n * BB, H, G, K, R, BB, DELTA, CN, False)
+                    b_k = load_keys(ring, slot, first, folds, i_h, scratch, n * BB, H, G, K, R, BB, DELTA, CN, False)
                     b_w = ask(b_w, b_s, b_k, update_parts(FORMAT))
-            b_u = b_v.to(tl.float32)
-            if x is None:
-                b_u = values(b_u, b_w, gathered, DELTA)
+            if scratch is None:
+                b_u = values(b_v.to(tl.float32), b_w, gathered, DELTA)
             else:
-                b_u = values_walked(b_u, b_w, gathered)
-            b_v = following
+                b_u = values_walked(b_v, b_w, gathered)
             most = tl.zeros([BV], tl.int32)
             if needs_whole_rows(FORMAT):
                 for n in tl.range((K + BB - 1) // BB, num_stages=3):
                     b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BB, FORMAT, n * BB)
-                    b_k = load_keys(ring, slot, first, folds, i_h, x, n * BB, H, G, K, R, BB, DELTA, CN, True)
-                    grown = growth(gathered, x, n * BB, K, BB, CN)
+                    b_k = load_keys(ring, slot, first, folds, i_h, scratch, n * BB, H, G, K, R, BB, DELTA, CN, True)
+                    grown = growth(gathered, scratch, n * BB, K, BB, CN)
                     most = widest(most, fold_in(b_s, b_u, b_k, grown), n * BB, K)
             b_y = tl.zeros(TILE, tl.float32)
             for n in tl.range((K + BB - 1) // BB, num_stages=3):
                 b_s = load_update(planes, slot, i_h, o_v, V, K, BV, BB, FORMAT, n * BB)
-                b_k = load_keys(ring, slot, first, folds, i_h, x, n * BB, H, G, K, R, BB, DELTA, CN, True)
-                b_s = fold_in(b_s, b_u, b_k, growth(gathered, x, n * BB, K, BB, CN))
+                b_k = load_keys(ring, slot, first, folds, i_h, scratch, n * BB, H, G, K, R, BB, DELTA, CN, True)
+                b_s = fold_in(b_s, b_u, b_k, growth(gathered, scratch, n * BB, K, BB, CN))
                 if overwrites_scales(FORMAT) or (needs_whole_rows(FORMAT) and WARPS > 1):
                     tl.debug_barrier()  # all threads have loaded what is written over; the loop is no pipeline then
                 b_s = store_block(planes, slot, i_h, o_v, b_s, most, words, n * BB, V, K, BV, BB, FORMAT)
@@ -759,7 +762,7 @@ def read_part(
                 )  # fmt: skip
             read_tile(
                 planes, codes, blocks, rows, beside, carried, ring, slot, first, before, row, t, answer, y, skip, gate,
-                i_h, i_v + n, H, G, N, V, K, R, PT, BP, BT, BV, BK, BJ, FORMAT, BB, STAGES,
+                i_h, i_v + n, H, G, N, V, K, R, PT, BP, BT, BV, BK, FORMAT, BB, STAGES,
             )  # fmt: skip
 
 
@@ -877,7 +880,7 @@ def decode_kernel(
             carried = fetch_carried(slot, row, 0, None, t, c, ends, None, i_h, H, G, N, K, PT, BP, BT, BK, 1, FORMAT)
             read_tile(
                 planes, codes, blocks, rows, beside, carried, ring, slot, first, before, row, t, None, y, skip, gate,
-                i_h, i_v, H, G, N, V, K, R, PT, BP, BT, BV, BK, 1, FORMAT, BK, 1,
+                i_h, i_v, H, G, N, V, K, R, PT, BP, BT, BV, BK, FORMAT, BK, 1,
             )  # fmt: skip
 
 
@@ -1030,8 +1033,8 @@ def launch(
     # carries and flushes are short of programs that run at once: with fewer registers some spill, and are faster
     carry_warps, flush_warps = 1, 1
     flush_registers: int | None = 168
-    walked = recurrence.channel_gate and rows <= 64
-    if scaled and walked:
+    by_tile = recurrence.channel_gate and rows <= 64
+    if scaled and by_tile:
         flush_warps, flush_registers = 4 if stored.copy else 2, None
     elif stored.copy and bits == 4:
         flush_registers = None if stored.residual else 168
@@ -1039,7 +1042,8 @@ def launch(
         flush_registers = 128
     if tokens > 8 or (tokens > 1 and recurrence.channel_gate):
         carry_warps = 2
-        flush_warps = max(flush_warps, 2 if tokens > 8 or walked else 1)
+    if tokens > 8 or (tokens > 1 and by_tile):
+        flush_warps = max(flush_warps, 2)
     if recurrence.channel_gate:
         carry_registers = 96 if tokens == 1 else 128
     elif tokens > 8:
@@ -1054,7 +1058,7 @@ def launch(
     flush_programs, flush_parts, fold_v = 8, 1, 16
     if bits == 4 and not stored.copy and not recurrence.delta and tokens == 1 and rows > 64:
         flush_v, flush_programs = 32, 16  # what a part costs is encoding
-    if walked:
+    if by_tile:
         flush_programs = 8 if scaled else 12
     elif tokens == 1 and rows >= 64:
         # a program is done with its parts, each 31 us of it, 42 or (kda) 65, when two thirds of the step are over
@@ -1070,7 +1074,7 @@ def launch(
         read_k=min(columns(K), read_k),
         read_stages=read_stages,
         read_run=1,
-        apart=rows >= 64 or (scaled and walked),
+        apart=rows >= 64 or (scaled and by_tile),
         carry_warps=carry_warps,
         carry_registers=carry_registers,
         flush_warps=flush_warps,
@@ -1083,7 +1087,7 @@ def launch(
         flush_parts=flush_parts,
         fold_v=fold_v,
         fold_k=min(columns(K), 32 if recurrence.delta or format == "fp32" or scaled or tokens > 1 else 64),
-        fold_heads=not walked,
+        fold_heads=not by_tile,
         fold_ahead=1 if rows >= 64 else 4,
     )
 

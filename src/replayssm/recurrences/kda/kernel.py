@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from replayssm.arithmetic_kernel import sigmoid, softplus, store_parts
+from replayssm.fold_kernel import pass_by
 from replayssm.kernels import append_tokens, load_row
 from replayssm.recurrences.gdn.kernel import carry, load_records
 
@@ -77,7 +78,8 @@ def carry_tokens(
                 else:
                     seen = o_t >= i
                 seen &= age >= d
-                new_t, b_c = pass_by(b_t, records[d])
+                key, norm, g, w = records[d]
+                new_t, b_c = pass_by(b_t, key.to(tl.float32) * norm, g[0], w[0])
                 b_t = tl.where(seen[:, None], new_t, b_t)
                 tl.store(p_c + 1 + before + age - d, tl.where(seen, b_c, 0.0), mask=(o_t < T) & (age >= d))
             age -= N
@@ -85,18 +87,10 @@ def carry_tokens(
         while age >= 0:
             records = load_records(p_k, p_norm, p_g, p_w, first, age, 0, m_k, m_k, K, R, K, 1, N)
             for d in tl.static_range(N):
-                b_t, b_c = pass_by(b_t, records[d])
+                key, norm, g, w = records[d]
+                b_t, b_c = pass_by(b_t, key.to(tl.float32) * norm, g[0], w[0])
                 tl.store(p_c + 1 + age - d, b_c, mask=(o_t < T) & (age >= d))
             age -= N
         p_t = t + (row * H + i_h) * (P * T * K) + o_t[:, None] * K + o_k[None, :]
         store_parts(p_t, b_t, m_x, T * K, P)
         i_h += 1
-
-
-@triton.jit
-def pass_by(b_t, record):
-    """Queries b_t carried over one record, and its weights c [BT]."""
-    key, norm, g, w = record
-    key = key.to(tl.float32)[None, :] * norm
-    b_c = w[0] * tl.sum(b_t * key, 1)
-    return (b_t - b_c[:, None] * key) * tl.exp(g[0])[None, :], b_c
