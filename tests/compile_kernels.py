@@ -162,7 +162,8 @@ def jobs(
                     "STAGES": chosen.read_stages, "RUN": chosen.read_run,
                 }  # fmt: skip
                 if rows == ROWS[-1]:
-                    found.append((f"read {fmt}", kernels.read_kernel, types, constants, chosen.read_warps, None))
+                    limits = chosen.read_warps, chosen.read_registers
+                    found.append((f"read {fmt}", kernels.read_kernel, types, constants, *limits))
                 constants = carrying | folding | {
                     "BF": chosen.fold_v, "BB": chosen.fold_k, "PDL": PDL,
                     "BJ": chosen.carry_heads,

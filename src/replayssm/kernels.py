@@ -955,11 +955,12 @@ class Launch(NamedTuple):
         read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
         read_k, read_stages: columns of K that it takes at a time, and how many such blocks are on their way at most.
             All at once, they are fetched before the carry is awaited.
+        read_registers: the most registers of its threads (NVIDIA). None: as it likes.
         read_run: so many tiles of a head are read by one program, one after the other, the next on its way (one token).
         apart: carry and flush are a launch each, with warps and registers of their own; else the carry's warps serve
             both.
         carry_warps, flush_warps: warps of a program that carries or flushes.
-        carry_registers, flush_registers: the most registers of its threads, if apart (NVIDIA). None: as it likes.
+        carry_registers, flush_registers: the same of these, if apart.
         carry_heads, carry_programs: heads of a key group that are carried at a time; so many programs go through rows.
         answers: a flush also answers the row's tokens, where a format can (stores_floats). With few rows it is slower.
         flush_v, flush_programs: rows of V of one part of a flush, at least fold_v; so many programs go through parts.
@@ -975,6 +976,7 @@ class Launch(NamedTuple):
     read_warps: int
     read_k: int
     read_stages: int
+    read_registers: int | None
     read_run: int
     apart: bool
     carry_warps: int
@@ -1032,7 +1034,7 @@ def launch(
         read_v, read_warps = 16, 1
     # carries and flushes are short of programs that run at once: with fewer registers some spill, and are faster
     carry_warps, flush_warps = 1, 1
-    flush_registers: int | None = 168
+    flush_registers: int | None = 208 if recurrence.channel_gate and tokens > 8 else 168
     by_tile = recurrence.channel_gate and rows <= 64
     if scaled and by_tile:
         flush_warps, flush_registers = 4 if stored.copy else 2, None
@@ -1073,6 +1075,7 @@ def launch(
         read_warps=read_warps,
         read_k=min(columns(K), read_k),
         read_stages=read_stages,
+        read_registers=128 if tokens > 8 else None,  # left alone, the assembler may spill to use fewer
         read_run=1,
         apart=rows >= 64 or (scaled and by_tile),
         carry_warps=carry_warps,
@@ -1250,7 +1253,7 @@ def decode(
         checkpoint, ring, table, ready, t, c, ends, answer, *outputs, chosen.flush_v, **reading, PDL=PDL, FORMAT=format,
         BV=chosen.read_v, BJ=chosen.carry_heads, BESIDE=beside, num_warps=chosen.read_warps,
         BB=chosen.read_k, STAGES=chosen.read_stages, RUN=run,
-        **early,
+        **early, **most_registers(chosen.read_registers, PDL),
     )  # fmt: skip
     return y
 
