@@ -18,10 +18,21 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from replayssm import Geometry, arithmetic_kernel, formats, formats_kernel, kernels, recurrences, ring_kernel
+from replayssm import (
+    Geometry,
+    arithmetic_kernel,
+    flush_kernel,
+    formats,
+    formats_kernel,
+    kernels,
+    launch_choices,
+    read_kernel,
+    recurrences,
+    ring_kernel,
+)
 from replayssm.device import Device
 from replayssm.formats_kernel import decode_read, fetch_read, load_update, noise_words, read_kind, store, summed
-from replayssm.kernels import Field, Inputs, LayerWeights, Pool, Ring
+from replayssm.step_kernel import Field, Inputs, LayerWeights, Pool, Ring
 
 FORMATS = ("fp32", "split16", "bf16", "fp16")
 SCALED = ("fp8", "fp16+fp4/residual")  # for the first geometry of every recurrence: they take long to compile
@@ -114,7 +125,7 @@ def jobs(
     recurrence, (H, G, V, K) = recurrences.get(name), size
     module, delta, R = recurrence.kernel(), recurrence.delta, WINDOW + tokens
     PDL = not amd
-    sizes = {"H": H, "G": G, "N": H if delta else G, "V": V, "K": K, "R": R, "BK": kernels.columns(K), "P": 2}
+    sizes = {"H": H, "G": G, "N": H if delta else G, "V": V, "K": K, "R": R, "BK": launch_choices.columns(K), "P": 2}
     sizes |= {"CHANNEL": recurrence.channel_gate}
     carrying = sizes | {
         "T": tokens, "L": WIDTH - 1 + tokens, "W": WIDTH, **kernels.tiles(recurrence, WINDOW, tokens, torch.bfloat16),
@@ -141,7 +152,7 @@ def jobs(
         planes = {"planes": pools, "key": "*i64"}
         folding = sizes | {"FORMAT": fmt, "DELTA": delta, "CHUNKS": 1, "CN": 16}
         for rows in ROWS if tokens == 1 and size == SHAPES[name][0] and fmt in FORMATS else (ROWS[0], ROWS[-1]):
-            chosen = kernels.launch(recurrence, Geometry(*size), fmt, rows, tokens)
+            chosen = launch_choices.launch(recurrence, Geometry(*size), fmt, rows, tokens)
             folding |= {"AHEAD": chosen.fold_ahead}
             reading = carrying | {
                 "BV": chosen.read_v,
@@ -163,7 +174,7 @@ def jobs(
                 }  # fmt: skip
                 if rows == ROWS[-1]:
                     limits = chosen.read_warps, chosen.read_registers
-                    found.append((f"read {fmt}", kernels.read_kernel, types, constants, *limits))
+                    found.append((f"read {fmt}", read_kernel.read_kernel, types, constants, *limits))
                 constants = carrying | folding | {
                     "BF": chosen.fold_v, "BB": chosen.fold_k, "PDL": PDL,
                     "BJ": chosen.carry_heads,
@@ -183,7 +194,7 @@ def jobs(
         into |= dict.fromkeys(("slots", "start", "counts", "flushes"), "*i64")
         folding |= {"BV": 16, "OUT": fmt, "IN_PLACE": True}
         warps = 8 if fmt in SCALED or recurrence.channel_gate else 4
-        found.append((f"fold {fmt}", kernels.fold_kernel, into, folding, warps, None))
+        found.append((f"fold {fmt}", flush_kernel.fold_kernel, into, folding, warps, None))
     return found
 
 

@@ -245,7 +245,7 @@ def test_launch_choices_fit_their_geometry() -> None:
     pytest.importorskip("triton")
     from replayssm.bench.kernels import CASES
     from replayssm.bench.launches import GROUPS, allowed, asked_for
-    from replayssm.kernels import Launch
+    from replayssm.launch_choices import Launch
 
     for changes in GROUPS.values():
         assert all(field in Launch._fields for change in changes for field in change)
@@ -259,7 +259,7 @@ def test_launch_choices_fit_their_geometry() -> None:
     )
     assert asked_for(['{"read_v": 32, "read_warps": 1}']) == [{"read_v": 32, "read_warps": 1}]
     for text in ("read_v=32", "{}", "[1]", '{"speed": 1}'):
-        with pytest.raises(typer.BadParameter, match=r"--change must be a JSON object of fields of kernels.Launch"):
+        with pytest.raises(typer.BadParameter, match=r"--change must be a JSON object of fields of Launch"):
             asked_for([text])
 
 

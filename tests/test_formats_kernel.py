@@ -11,7 +11,7 @@ from test_formats import NAMES, states
 from replayssm import Geometry, ReplayCache, formats
 from replayssm.bench import kernels as bench
 from replayssm.formats_kernel import decode_read, fetch_read, load_update, noise_words, read_kind, scaled, store
-from replayssm.kernels import Pool
+from replayssm.step_kernel import Pool
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 H, V = 2, 5

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from test_contract import SMALL, Life
 
-from replayssm import Geometry, arithmetic_kernel, kernels, recurrences
+from replayssm import Geometry, arithmetic_kernel, launch_choices, recurrences
 from replayssm.testing import make_cache
 
 FORMATS = ("fp32", "split16", "bf16", "fp16")
@@ -48,9 +48,9 @@ def test_kernels_hold_what_torch_holds(
     Columns of K beyond its end count for nothing.
     """
     if apart:
-        chosen = kernels.launch
-        monkeypatch.setattr(kernels, "in_one_launch", lambda rows, heads: False)
-        monkeypatch.setattr(kernels, "launch", lambda *cell: chosen(*cell)._replace(apart=True, fold_heads=True))
+        chosen = launch_choices.launch
+        monkeypatch.setattr(launch_choices, "in_one_launch", lambda rows, heads: False)
+        monkeypatch.setattr(launch_choices, "launch", lambda *cell: chosen(*cell)._replace(apart=True, fold_heads=True))
     caches = [
         make_cache(name, BLOCKS, format=format, implementation=implementation, slots=2, window=2)
         for implementation in ("torch", "triton")
@@ -79,7 +79,7 @@ def test_prepare_and_read_as_launches_of_their_own(
     generator: torch.Generator,
 ) -> None:
     """As many rows are served; steps of one token and, in a cache for them, of several; rows due, one row padding."""
-    monkeypatch.setattr(kernels, "in_one_launch", lambda rows, heads: False)
+    monkeypatch.setattr(launch_choices, "in_one_launch", lambda rows, heads: False)
     life = Life(
         make_cache(name, geometry, format=format, implementation="triton", slots=2, window=3, max_tokens=tokens),
         generator,
@@ -110,12 +110,12 @@ def test_all_ways_to_fold(
     In three, as with many rows: flushes answer, in fewer programs than there could be, 32 rows of V at a time, and a
     program reads two tiles.
     """
-    chosen = kernels.launch
-    monkeypatch.setattr(kernels, "in_one_launch", lambda rows, heads: launches == 1)
+    chosen = launch_choices.launch
+    monkeypatch.setattr(launch_choices, "in_one_launch", lambda rows, heads: launches == 1)
     changes = {"fold_k": columns, "flush_v": 32, "apart": launches == 3, "answers": launches == 3}
     if launches == 3:
         changes |= {"flush_parts": 2, "fold_v": 32, "fold_heads": True, "read_run": 2}
-    monkeypatch.setattr(kernels, "launch", lambda *cell: chosen(*cell)._replace(**changes))
+    monkeypatch.setattr(launch_choices, "launch", lambda *cell: chosen(*cell)._replace(**changes))
     wide = Geometry(H=3, G=1, V=20, K=32)
     life = Life(make_cache(name, wide, implementation="triton", slots=2, window=window, max_tokens=tokens), generator)
     for lengths in ([1, 1], [2, 1], [1, 1], [1, 1], [0, 1], [1, 1], [1, 2]) * (1 + window // 7):
@@ -129,7 +129,7 @@ def test_no_row_of_a_state_is_folded_by_two_programs(name: str) -> None:
     recurrence = recurrences.get(name)
     for H, V, rows, tokens in itertools.product((1, 2, 32), (20, 32, 64, 80, 128), (1, 63, 64, 65, 128, 256), (1, 5)):
         for fmt in ("fp32", "split16", "fp8"):
-            chosen = kernels.launch(recurrence, Geometry(H, 1, V, 128), fmt, rows, tokens)
+            chosen = launch_choices.launch(recurrence, Geometry(H, 1, V, 128), fmt, rows, tokens)
             part = chosen.read_v if chosen.together else max(chosen.flush_v, 16)
             assert chosen.fold_v <= part, (H, V, rows, chosen)
 

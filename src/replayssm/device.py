@@ -16,6 +16,7 @@ from torch import Tensor
 from replayssm import formats, kernels, recurrences, ring_kernel
 from replayssm.recurrences import Geometry, Recurrence
 from replayssm.ring import DeviceStep, LayerState, Records, Sizes
+from replayssm.step_kernel import Inputs, LayerWeights
 
 
 class Device(NamedTuple):
@@ -160,7 +161,7 @@ def decode(
     """y [B, T, H, V] from inputs that are ready; see api.decode."""
     step = DeviceStep(v.shape[0], v.shape[1], table, parent, kin)
     layer = LayerState(tuple(planes), Records(*records), conv, ready, key, formats.get(format))
-    inputs = kernels.Inputs(*map(kernels.field, (q, k, v, g, w)))
+    inputs = Inputs(*map(kernels.field, (q, k, v, g, w)))
     return kernels.decode(
         recurrences.get(recurrence),
         Geometry(*geometry),
@@ -168,7 +169,7 @@ def decode(
         layer,
         step,
         inputs,
-        kernels.LayerWeights(),
+        LayerWeights(),
         None,
         None,
         v.new_empty(v.shape),

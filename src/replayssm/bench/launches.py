@@ -1,4 +1,4 @@
-"""GPU: which launch choices are fastest, one field of kernels.Launch after the other: where kernels.launch is from.
+"""GPU: which launch choices are fastest, one field of a Launch after the other: where launch_choices.launch is from.
 
     python -m replayssm.bench launches --case mamba2-h64 --format fp32,split16
     python -m replayssm.bench launches --case qwen3.5-4b --tokens 5 --accepted 3.5 --change '{"carry_programs": 8}'
@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from replayssm import kernels
+from replayssm import launch_choices
 from replayssm.bench import append_rows
 from replayssm.bench import kernels as kernels_bench
 from replayssm.bench.kernels import (
@@ -38,6 +38,7 @@ from replayssm.bench.kernels import (
 )
 from replayssm.compare import provenance
 from replayssm.formats_kernel import needs_whole_rows
+from replayssm.launch_choices import Launch
 
 GROUPS: dict[str, list[dict[str, int]]] = {
     "read": [
@@ -82,9 +83,7 @@ def main(
     tokens: TokensOption = 1,
     accepted: AcceptedOption = 1.0,
     group: Annotated[list[str], typer.Option(help=f"Of {', '.join(GROUPS)}.")] = list(GROUPS)[:-1],  # noqa: B006
-    change: Annotated[
-        list[str], typer.Option(help="Fields of kernels.Launch as JSON, instead of groups; repeatable.")
-    ] = [],  # noqa: B006
+    change: Annotated[list[str], typer.Option(help="Fields of Launch as JSON, instead of groups; repeatable.")] = [],  # noqa: B006
     commit: CommitOption = None,
     seconds: Annotated[float, typer.Option(help="Start nothing more after so long.")] = 3600.0,
     only_compile: Annotated[
@@ -132,7 +131,7 @@ def asked_for(texts: list[str]) -> list[dict[str, int]]:
     """Changes that were given as JSON.
 
     Raises:
-        BadParameter: one is not an object of fields of kernels.Launch.
+        BadParameter: one is not an object of fields of Launch.
     """
     found = []
     for text in texts:
@@ -140,9 +139,9 @@ def asked_for(texts: list[str]) -> list[dict[str, int]]:
             one = dict(json.loads(text))
         except (ValueError, TypeError):
             one = {text: None}
-        if not one or not one.keys() <= set(kernels.Launch._fields):
+        if not one or not one.keys() <= set(Launch._fields):
             raise typer.BadParameter(
-                f"--change must be a JSON object of fields of kernels.Launch ({', '.join(kernels.Launch._fields)}), as "
+                f"--change must be a JSON object of fields of Launch ({', '.join(Launch._fields)}), as "
                 f'{{"read_v": 32}}; got {text}.'
             )
         found.append(one)
@@ -169,10 +168,10 @@ def timed(case: str, rows: int, fmt: str, steps: Steps, change: dict[str, Any]) 
 
 
 def changed(change: dict[str, Any]) -> Any:
-    """Inside, some fields of kernels.Launch are others."""
-    chosen = kernels.launch
+    """Inside, some fields of Launch are others."""
+    chosen = launch_choices.launch
 
-    def launch(*arguments: Any) -> kernels.Launch:
+    def launch(*arguments: Any) -> Launch:
         return chosen(*arguments)._replace(**change)
 
-    return mock.patch.object(kernels, "launch", launch)
+    return mock.patch.object(launch_choices, "launch", launch)

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from replayssm import kernels, plan, recurrences
+from replayssm import kernels, plan, read_kernel, recurrences
 from replayssm.bench import append_rows, launches
 from replayssm.bench import kernels as kernels_bench
 from replayssm.bench.kernels import (
@@ -71,7 +71,7 @@ def only(part: str) -> ExitStack:
         stack.enter_context(mock.patch.object(kernels, "prepare_kernel", left))
     if part == "read":
         stack.enter_context(launches.changed({"answers": False}))  # of all rows
-        stack.enter_context(mock.patch.object(kernels, "read_kernel", _Alone(kernels.read_kernel)))
+        stack.enter_context(mock.patch.object(kernels, "read_kernel", _Alone(read_kernel.read_kernel)))
     else:
         stack.enter_context(mock.patch.object(kernels, "read_kernel", left))
     if part == "carry":

@@ -13,6 +13,7 @@ from torch import Tensor
 from replayssm import ConvGeometry, Geometry, ReplayCache, kernels, recurrences
 from replayssm.cache import Prefill
 from replayssm.integrations.vllm.settings import Settings
+from replayssm.step_kernel import LayerWeights
 
 
 class Layer(NamedTuple):
@@ -129,6 +130,6 @@ class Pool:
         self.cache.end_prefill(layer, self._prefill, state, window)
 
 
-def _kernel_weights(weights: Any) -> kernels.LayerWeights:
+def _kernel_weights(weights: Any) -> LayerWeights:
     conv_weight, conv_bias, *gates = recurrences.constants(weights)
     return kernels.layer_weights(conv_weight.t().contiguous().t(), conv_bias, *gates)  # taps lie side by side: fastest

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from replayssm.arithmetic_kernel import add_product, parts_of, sigmoid, softplus, store_parts
-from replayssm.kernels import append_key, append_tokens, append_value, channels, keep, load_row, store_query
+from replayssm.step_kernel import append_key, append_tokens, append_value, channels, keep, load_row, store_query
 
 BN = tl.constexpr(16)  # a step's tokens as records
 
