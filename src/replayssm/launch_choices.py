@@ -16,7 +16,8 @@ class Launch(NamedTuple):
         together: carry, flush and read are one launch.
         read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
         read_k, read_stages: columns of K that it takes at a time, and how many such blocks are on their way at most.
-            All at once, they are fetched before the carry is awaited.
+            All at once, and (one token, formats without a scale that are not bf16) whatever they are, they are fetched
+            before the carry is awaited. There, the fewer columns, the fewer threads sum a row.
         read_registers: the most registers of its threads (NVIDIA). None: as it likes.
         read_run: so many tiles of a head are read by one program, one after the other, the next on its way (one token).
         apart: carry and flush are a launch each, with warps and registers of their own; else the carry's warps serve
