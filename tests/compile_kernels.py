@@ -29,6 +29,7 @@ from replayssm import (
     read_kernel,
     recurrences,
     ring_kernel,
+    update_kernel,
 )
 from replayssm.device import Device
 from replayssm.formats_kernel import decode_read, fetch_read, load_update, noise_words, read_kind, store, summed
@@ -162,6 +163,12 @@ def jobs(
             types = planes | step | outputs | {"answer": "*fp32" if answers else None}
             if tokens == 1 and not formats_kernel.in_bf16(fmt):
                 types["t"] = "*fp32"
+            if rows == ROWS[0] and tokens == 1 and formats.get(fmt).exact:
+                constants = carrying | folding | kernels.first_channels(recurrence, Geometry(*size))
+                constants |= {"BV": chosen.update_v, "PDL": PDL, "CARRY": module.carry_alone}
+                found.append(
+                    (f"update {fmt}", update_kernel.update_kernel, types | inputs, constants, chosen.update_warps, None)
+                )
             if chosen.together:
                 constants = carrying | reading | folding | {"BF": chosen.fold_v, "BB": chosen.fold_k, "PDL": PDL}
                 found.append(
@@ -261,7 +268,7 @@ def main(arch: str) -> None:
         constants = {name: x for name, x in (cursors | own).items() if not isinstance(x, str)}
         print(arch, "all", what, resources(kernel, types, constants, 4, target), flush=True)
     for name, sizes in SHAPES.items():
-        for size in sizes:
+        for size in sizes[: 1 if amd else None]:  # registers are not reported there, and it takes minutes
             for what, kernel, types, constants, warps, most in jobs(name, size, 1, amd):
                 print(arch, name, size, what, resources(kernel, types, constants, warps, target, most), flush=True)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from replayssm import PAD_SLOT, ConvGeometry, Geometry, ReplayCache, decode_layer, recurrences
+from replayssm import PAD_SLOT, ConvGeometry, Geometry, ReplayCache, decode_layer, launch_choices, recurrences
 from replayssm.bench import kernels as bench
 from replayssm.testing import captured, cast, make_inputs, make_weights
 
@@ -75,6 +75,34 @@ def test_kernels_equal_fp64(name: str, geometry: Geometry, format: str, generato
             assert relative(y, expected) < output_bound
     live = torch.tensor([0, 2, 3])
     assert relative(ours.materialize(0, live.cuda()), exact.materialize(0, live)) < state_bound
+
+
+@pytest.mark.parametrize("format", ["fp32", "split16"])
+@pytest.mark.parametrize("name, geometry", CASES, ids=str)
+def test_checkpoints_updated_at_every_token(
+    name: str, geometry: Geometry, format: str, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    """24 steps: as at most batches, then at once, a padding row and a row without tokens among them, and back."""
+    ours, exact = caches(name, geometry, 3, format=format)
+    weights, chosen = make_weights(exact, generator), launch_choices.launch
+    on_gpu, in_fp64 = cast(weights, "cuda"), cast(weights, torch.float64)
+    for i in range(24):
+        few = 5 <= i < 19
+        monkeypatch.setattr(launch_choices, "launch", lambda *cell, few=few: chosen(*cell)._replace(at_once=few))
+        slots, lengths = torch.tensor([2, PAD_SLOT, 0, 1]), torch.tensor([1, 1, i % 4 != 3, 1])
+        inputs = make_inputs(ours, 4, 1, generator)
+        step = ours.begin(slots.cuda(), lengths.cuda())
+        assert step.at_once == few
+        y = decode_layer(ours, 0, step, *(moved(x, "cuda") for x in inputs), on_gpu)
+        ours.commit(step)
+        step = exact.begin(slots, lengths)
+        expected = decode_layer(exact, 0, step, *(moved(x, torch.float64) for x in inputs), in_fp64)
+        exact.commit(step)
+        check = y.double().cpu()
+        assert torch.isfinite(check).all() and not check[1].any()
+        assert relative(check, expected) < (1e-5 if few or format == "fp32" else 8e-3)
+    live = torch.arange(3)
+    assert relative(ours.materialize(0, live.cuda()), exact.materialize(0, live)) < 2e-6
 
 
 SCALED = {

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from test_contract import SMALL, Life
 
-from replayssm import Geometry, arithmetic_kernel, launch_choices, recurrences
+from replayssm import PAD_SLOT, Geometry, arithmetic_kernel, launch_choices, recurrences
 from replayssm.testing import make_cache
 
 FORMATS = ("fp32", "split16", "bf16", "fp16")
@@ -87,6 +87,45 @@ def test_prepare_and_read_as_launches_of_their_own(
     for lengths in ([1, 1], [2, 1], [1, 1], [1, 1], [0, 1], [1, 1], [1, 2]):
         life.run([1, 0], [min(length, tokens) for length in lengths])
     life.twin.check_states()
+
+
+@pytest.mark.parametrize("geometry", [ODD, EVEN], ids=["odd", "even"])
+@pytest.mark.parametrize("format", ["fp32", "split16", "fp32+fp8"])
+@pytest.mark.parametrize("name", recurrences.names())
+def test_checkpoints_updated_at_every_token(
+    name: str, format: str, geometry: Geometry, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    """As with the fewest rows: some bring nothing, some tokens do not count; there are more rows before and after."""
+    cache = make_cache(name, geometry, format=format, implementation="triton", slots=3, window=4)
+    life = Life(cache, generator)
+    life.plain(3)
+    chosen = launch_choices.launch
+    with monkeypatch.context() as few:
+        few.setattr(launch_choices, "launch", lambda *cell: chosen(*cell)._replace(at_once=True))
+        life.plain(2)
+        assert cache.cursors.num_committed.tolist() == [1, 1, 1]  # all three records before were folded at once
+        life.run([2, PAD_SLOT, 0], [1, 1, 0])
+        life.run([1, 0], [1, 1], [0, 1])
+        life.twin.check_states()
+        life.plain(3)
+        cache.reset(torch.tensor([1]))
+        life.twin.reset([1])
+        life.plain(2)
+    life.twin.check_states()
+    life.plain(6)
+    life.twin.check_states()
+
+
+def test_formats_that_round_are_not_updated_at_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = launch_choices.launch
+    monkeypatch.setattr(launch_choices, "launch", lambda *cell: chosen(*cell)._replace(at_once=True))
+    for format, options, expected in (
+        ("split16", {}, True), ("fp32+fp8", {}, True), ("fp16", {}, False), ("fp16+fp8/residual", {}, False),
+        ({"default": "fp32", 1: "bf16"}, {}, False), ("fp32", {"max_tokens": 2}, False),
+    ):  # fmt: skip
+        cache = make_cache("gdn", Geometry(2, 1, 4, 32), format=format, implementation="triton", layers=2, **options)
+        cache.reset(cache.allocate(1))
+        assert cache.begin(torch.tensor([0])).at_once == expected, format
 
 
 @pytest.mark.parametrize("launches", [1, 2, 3], ids=["one launch", "two launches", "three launches"])
@@ -198,9 +237,10 @@ def test_kernels_compile_without_a_gpu(arch: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    # cursors' two kernels; of six geometries in four formats decode (B = 1), read, carry, flush and fold; of three
-    # geometries these five in two formats more, and carry and flush at once (B = 32) in four
-    assert len(lines) == 2 + 6 * 4 * 5 + 3 * 2 * 5 + 3 * 4
+    # cursors' two kernels; of six geometries (three on AMD) in four formats decode (B = 1), read, carry, flush and
+    # fold, in two update; of three these five in two formats more, and carry and flush at once (B = 32) in four
+    geometries = 3 if arch == "gfx942" else 6
+    assert len(lines) == 2 + geometries * (4 * 5 + 2) + 3 * 2 * 5 + 3 * 4
     for line in lines if arch != "gfx942" else []:
         # a few spill, where more programs then fit on a processor (docs/log.md)
         most = 128 if any(f" {part} " in line for part in ("carry", "flush", "both")) else 0

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from replayssm import formats, kernels, recurrences, ring_kernel
+from replayssm import formats, kernels, launch_choices, recurrences, ring_kernel
 from replayssm.recurrences import Geometry, Recurrence
 from replayssm.ring import DeviceStep, LayerState, Records, Sizes
 from replayssm.step_kernel import Inputs, LayerWeights
@@ -39,10 +39,15 @@ class Device(NamedTuple):
         accepted: Tensor | None,
     ) -> DeviceStep:
         """One launch. Slots that are due are folded by each layer's decode."""
-        table = torch.ops.replayssm.begin(
-            cache.cursor_tensor, cache.clock, given, lengths, accepted, tokens, *cache.sizes
+        # no more than a step's own record can be taken back then
+        at_once = cache.max_tokens == cache.sizes.most_reach == 1 and all(
+            format.exact and launch_choices.launch(cache.recurrence, cache.geometry, format.name, len(given), 1).at_once
+            for format in set(cache.formats)
         )
-        return ring_kernel.step(table, tokens, parent)
+        table = torch.ops.replayssm.begin(
+            cache.cursor_tensor, cache.clock, given, lengths, accepted, tokens, *cache.sizes, at_once
+        )
+        return ring_kernel.step(table, tokens, parent, at_once)
 
     def commit(self, cache: Any, step: DeviceStep, n: Tensor | None) -> None:
         """One launch."""
@@ -93,7 +98,7 @@ def _names(cache: Any, layer: LayerState) -> tuple[str, str, list[int], int]:
 
 def _tensors(layer: LayerState, step: DeviceStep) -> tuple[Any, ...]:
     state = list(layer.checkpoint), list(layer.ring), layer.conv, layer.ready, layer.key
-    return *state, step.table, step.parent, step.kin
+    return *state, step.table, step.parent, step.kin, step.at_once
 
 
 # ---- operators ----
@@ -102,16 +107,18 @@ def _tensors(layer: LayerState, step: DeviceStep) -> tuple[Any, ...]:
 @torch.library.custom_op("replayssm::begin", mutates_args=("cursors", "clock"))
 def begin(
     cursors: Tensor, clock: Tensor, given: Tensor, lengths: Tensor | None, accepted: Tensor | None, tokens: int,
-    ring: int, conv: int, window: int, reach: int,
+    ring: int, conv: int, window: int, reach: int, at_once: bool,
 ) -> Tensor:  # fmt: skip
     """DeviceStep.table [10, rows] for slots `given`; see ring_kernel.begin_kernel."""
-    return ring_kernel.begin(cursors, clock, Sizes(ring, conv, window, reach), given, lengths, accepted, tokens)
+    return ring_kernel.begin(
+        cursors, clock, Sizes(ring, conv, window, reach), given, lengths, accepted, tokens, at_once
+    )
 
 
 @begin.register_fake
 def _(
     cursors: Tensor, clock: Tensor, given: Tensor, lengths: Tensor | None, accepted: Tensor | None, tokens: int,
-    ring: int, conv: int, window: int, reach: int,
+    ring: int, conv: int, window: int, reach: int, at_once: bool,
 ) -> Tensor:  # fmt: skip
     return given.new_empty(10, given.shape[0], dtype=torch.int32)
 
@@ -155,11 +162,11 @@ def _(pool: Tensor, table: Tensor, parent: Tensor | None, x: Tensor, weight: Ten
 def decode(
     recurrence: str, format: str, geometry: list[int], window: int,
     planes: list[Tensor], records: list[Tensor], conv: Tensor, ready: Tensor, key: Tensor, table: Tensor,
-    parent: Tensor | None, kin: Tensor | None,
+    parent: Tensor | None, kin: Tensor | None, at_once: bool,
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, w: Tensor,
 ) -> Tensor:  # fmt: skip
     """y [B, T, H, V] from inputs that are ready; see api.decode."""
-    step = DeviceStep(v.shape[0], v.shape[1], table, parent, kin)
+    step = DeviceStep(v.shape[0], v.shape[1], table, parent, kin, at_once)
     layer = LayerState(tuple(planes), Records(*records), conv, ready, key, formats.get(format))
     inputs = Inputs(*map(kernels.field, (q, k, v, g, w)))
     return kernels.decode(
@@ -180,7 +187,7 @@ def decode(
 def _(
     recurrence: str, format: str, geometry: list[int], window: int,
     planes: list[Tensor], records: list[Tensor], conv: Tensor, ready: Tensor, key: Tensor, table: Tensor,
-    parent: Tensor | None, kin: Tensor | None,
+    parent: Tensor | None, kin: Tensor | None, at_once: bool,
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, w: Tensor,
 ) -> Tensor:  # fmt: skip
     return v.new_empty(v.shape)
@@ -190,12 +197,12 @@ def _(
 def decode_layer(
     recurrence: str, format: str, geometry: list[int], window: int,
     planes: list[Tensor], records: list[Tensor], conv: Tensor, ready: Tensor, key: Tensor, table: Tensor,
-    parent: Tensor | None, kin: Tensor | None,
+    parent: Tensor | None, kin: Tensor | None, at_once: bool,
     x: Tensor, raw_g: Tensor | None, raw_w: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, A_log: Tensor,
     dt_bias: Tensor | None, D: Tensor | None, gate: Tensor | None, scale: float, low: float | None, high: float | None,
 ) -> Tensor:  # fmt: skip
     """y [B, T, H, V] from raw projections; see api.decode_layer."""
-    step = DeviceStep(x.shape[0], x.shape[1], table, parent, kin)
+    step = DeviceStep(x.shape[0], x.shape[1], table, parent, kin, at_once)
     layer = LayerState(tuple(planes), Records(*records), conv, ready, key, formats.get(format))
     weights = kernels.layer_weights(conv_weight, conv_bias, A_log, dt_bias, scale, low, high)
     y = x.new_empty(x.shape[0], x.shape[1], geometry[0], geometry[2])
@@ -208,7 +215,7 @@ def decode_layer(
 def _(
     recurrence: str, format: str, geometry: list[int], window: int,
     planes: list[Tensor], records: list[Tensor], conv: Tensor, ready: Tensor, key: Tensor, table: Tensor,
-    parent: Tensor | None, kin: Tensor | None,
+    parent: Tensor | None, kin: Tensor | None, at_once: bool,
     x: Tensor, raw_g: Tensor | None, raw_w: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, A_log: Tensor,
     dt_bias: Tensor | None, D: Tensor | None, gate: Tensor | None, scale: float, low: float | None, high: float | None,
 ) -> Tensor:  # fmt: skip

@@ -117,15 +117,23 @@ def scratch_size(N: Any, K: Any) -> int:
 
 
 @triton.jit
-def load_gated(ring, slot, at, there, i_g, i_h, o_k, K: tl.constexpr, R: tl.constexpr):
-    """kda: k [BK], 1 / |k|, g [BK] and w of the record at place `at` (modulo R), as stored; zeros if not `there`."""
+def load_record(
+    ring, slot, at, there, i_g, i_h, o_k, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr, DELTA: tl.constexpr
+):  # fmt: skip
+    """k [BK], 1 / |k| (1 without the delta rule), g, one or (CHANNEL) [BK], and w of the record at place `at` (modulo
+    R), as stored; zeros if not `there`.
+    """
     i_k, i_r, m_k = i_g * R + at % R, i_h * R + at % R, (o_k < K) & there
-    return (
-        tl.load(ring.k.data + slot * ring.k.slot + i_k * K + o_k, mask=m_k, other=0.0),
-        tl.load(ring.norm.data + slot * ring.norm.slot + i_k, mask=there, other=0.0),
-        tl.load(ring.g.data + slot * ring.g.slot + i_r * K + o_k, mask=m_k, other=0.0),
-        tl.load(ring.w.data + slot * ring.w.slot + i_r, mask=there, other=0.0),
-    )
+    b_k = tl.load(ring.k.data + slot * ring.k.slot + i_k * K + o_k, mask=m_k, other=0.0)
+    norm = 1.0
+    if DELTA:
+        norm = tl.load(ring.norm.data + slot * ring.norm.slot + i_k, mask=there, other=0.0)
+    p_g = ring.g.data + slot * ring.g.slot
+    if CHANNEL:
+        b_g = tl.load(p_g + i_r * K + o_k, mask=m_k, other=0.0)
+    else:
+        b_g = tl.load(p_g + i_r, mask=there, other=0.0)
+    return b_k, norm, b_g, tl.load(ring.w.data + slot * ring.w.slot + i_r, mask=there, other=0.0)
 
 
 @triton.jit
@@ -145,11 +153,11 @@ def gather_walked(
     m_k = o_k < K
     p_m = scratch + (2 * N + 1) * K
     b_t, b_d = tl.zeros([N, BK], tl.float32), tl.zeros([BK], tl.float32)  # t of records behind i, the sum of their g
-    record, i = load_gated(ring, slot, first + N - 1, N <= count, i_g, i_h, o_k, K, R), N - 1
+    record, i = load_record(ring, slot, first + N - 1, N <= count, i_g, i_h, o_k, K, R, True, True), N - 1
     while i >= 0:
         b_k, norm, b_g, w = record
         # on its way while this one is worked on
-        record = load_gated(ring, slot, first + i - 1, (i > 0) & (i <= count), i_g, i_h, o_k, K, R)
+        record = load_record(ring, slot, first + i - 1, (i > 0) & (i <= count), i_g, i_h, o_k, K, R, True, True)
         b_k = b_k.to(tl.float32) * norm
         tl.store(scratch + (N + i) * K + o_k, b_k * tl.exp(b_d), mask=m_k)
         b_t, b_c = pass_by(tl.where((o_p == i)[:, None], b_k, b_t), b_k, b_g, tl.where(o_p > i, w, 0.0))
@@ -232,20 +240,32 @@ def fold_in(b_s, b_u, b_k, grown):
 @triton.jit
 def load_some(
     ring, slot, first, count, i_h, o_v, o_k,
-    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
+    DELTA: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """kda: k [BK], 1 / |k|, v [BV], g [BK] and w of N records from place `first` on, zero beyond `count`.
+    """load_record and v [BV] of N records from place `first` on, zero beyond `count`.
 
     As stored, so that none is waited for.
     """
     records = ()
     for d in tl.static_range(N):
         place, more, i_g = (first + d) % R, d < count, i_h // (H // G)
-        b_k, norm, b_g, beta = load_gated(ring, slot, place, more, i_g, i_h, o_k, K, R)
+        b_k, norm, b_g, w = load_record(ring, slot, place, more, i_g, i_h, o_k, K, R, CHANNEL, DELTA)
         p_v = ring.v.data + slot * ring.v.slot + (i_h * R + place) * V + o_v
         b_v = tl.load(p_v, mask=(o_v < V) & more, other=0.0)
-        records = records + ((b_k, norm, b_v, b_g, beta),)  # type: ignore[assignment]
+        records = records + ((b_k, norm, b_v, b_g, w),)  # type: ignore[assignment]
     return records
+
+
+@triton.jit
+def fold_record(b_s, b_k, norm, b_v, b_g, w, CHANNEL: tl.constexpr, DELTA: tl.constexpr):
+    """The tile b_s [BV, BK] after one record of load_some, by the recurrence; one of zeros changes nothing."""
+    # S = S Diag(a), then S + w (v - S k) k^T
+    b_s += (expm1(b_g)[None, :] if CHANNEL else expm1(b_g)) * b_s
+    b_x, b_u = b_k.to(tl.float32) * norm, b_v.to(tl.float32)
+    if DELTA:
+        b_u -= tl.sum(b_s * b_x[None, :], 1)
+    return b_s + (w * b_u)[:, None] * b_x
 
 
 @triton.jit
@@ -257,21 +277,20 @@ def fold_tile(
     """The tile b_s [BV, BK], rows from from_v on, after `count` records from place `first`: a chunk after the other, or
     (kda) one by one.
 
-    kda: AHEAD records are on their way while as many are folded. A record of zeros changes nothing.
+    kda: AHEAD records are on their way while as many are folded.
     """
     i = 0
     if CHANNEL:
         o_v, o_k = from_v + tl.arange(0, BV), tl.arange(0, BK)
-        records = load_some(ring, slot, first, count, i_h, o_v, o_k, H, G, V, K, R, AHEAD)
+        records = load_some(ring, slot, first, count, i_h, o_v, o_k, H, G, V, K, R, True, DELTA, AHEAD)
         while i < count:
             i += AHEAD
-            following = load_some(ring, slot, first + i, count - i, i_h, o_v, o_k, H, G, V, K, R, AHEAD)
+            following = load_some(
+                ring, slot, first + i, count - i, i_h, o_v, o_k, H, G, V, K, R, True, DELTA, AHEAD
+            )  # fmt: skip
             for d in tl.static_range(AHEAD):
-                b_k, norm, b_v, b_g, beta = records[d]
-                # S = S Diag(a), then S + w (v - S k) k^T
-                b_s += expm1(b_g)[None, :] * b_s
-                b_x = b_k.to(tl.float32) * norm
-                b_s += (beta * (b_v.to(tl.float32) - tl.sum(b_s * b_x[None, :], 1)))[:, None] * b_x
+                b_k, norm, b_v, b_g, w = records[d]
+                b_s = fold_record(b_s, b_k, norm, b_v, b_g, w, True, DELTA)
             records = following
     else:
         while i < count:

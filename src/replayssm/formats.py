@@ -121,6 +121,11 @@ class Format(NamedTuple):
         return self.kind.read_planes if self.copy is None else len(self.copy.planes)
 
     @property
+    def exact(self) -> bool:
+        """Whether a checkpoint is what it was given, however often it is stored (fp32, split16)."""
+        return self.kind.bits >= 32
+
+    @property
     def residual_bits(self) -> int:
         """Bits of a residual, 0 where there is none."""
         return self.kind.bits - self.reads.bits if self.residual else 0

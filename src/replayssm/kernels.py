@@ -44,6 +44,7 @@ from replayssm.read_kernel import (
 )
 from replayssm.ring import DeviceStep, LayerState, folds_beside
 from replayssm.step_kernel import Field, Inputs, LayerWeights, Pool, Ring, channels, keep, load_row
+from replayssm.update_kernel import update_kernel
 
 
 @triton.jit
@@ -258,6 +259,16 @@ def tiles(recurrence: Any, window: int, tokens: int, dtype: torch.dtype) -> dict
     return {"PT": PT, "BP": past, "BT": max(8, triton.next_power_of_2(tokens))}
 
 
+def first_channels(recurrence: Any, geometry: Any) -> dict[str, int]:
+    """Where channels of q, k and v begin in a convolution's."""
+    H, G, V, K = geometry
+    size, at, found = {"q": G * K, "k": G * K, "v": H * V}, 0, {}
+    for name in recurrence.conv_order:
+        found[f"{name.upper()}_FIRST"] = at
+        at += size[name]
+    return found
+
+
 def decode(
     recurrence: Any, geometry: Any, window: int, layer: LayerState, step: DeviceStep, inputs: Inputs,
     weights: LayerWeights, skip: Tensor | None, gate: Tensor | None, y: Tensor,
@@ -275,6 +286,25 @@ def decode(
         return y
     R, module = layer.ring.w.shape[2], recurrence.kernel()
     N = H if recurrence.delta else G
+    if skip is not None:
+        skip = (skip[:, None] if skip.ndim == 1 else skip).expand(H, V)
+    outputs = (y, None if skip is None else Field(skip, *skip.stride()), None if gate is None else field(gate))
+    checkpoint, ring, table, format = planes(layer.checkpoint), pools(layer), step.table, layer.format.name
+    chosen = launch_choices.launch(recurrence, geometry, format, B, T, window)
+    sizes = {"H": H, "G": G, "V": V, "K": K, "R": R, "BK": columns(K)}
+    bringing = {
+        "L": layer.conv.shape[1], "W": 1 if weights.conv_weight is None else weights.conv_weight.shape[1],
+        "CHANNEL": recurrence.channel_gate, "GATES": module.gates,
+    }  # fmt: skip
+    PDL = dependent_launches(device)
+    early = {"launch_pdl": True} if PDL else {}
+    if step.at_once:
+        update_kernel[(triton.cdiv(V, chosen.update_v), H, B)](
+            checkpoint, layer.key, inputs, ring, weights, table, *outputs, **(sizes | bringing),
+            **first_channels(recurrence, geometry), DELTA=recurrence.delta, FORMAT=format, CARRY=module.carry_alone,
+            PDL=PDL, BV=chosen.update_v, num_warps=chosen.update_warps, **early,
+        )  # fmt: skip
+        return y
     tile = tiles(recurrence, window, T, y.dtype)
     q = ends = None
     products = layer.ring.back.numel() > 0
@@ -290,18 +320,14 @@ def decode(
             t = torch.empty(B, N, K, dtype=torch.float32, device=device)
         c = torch.empty(B, H, tile["BP"], tile["PT"], dtype=torch.bfloat16, device=device)
         ends = torch.empty(B, H, 2, dtype=torch.float32, device=device)
-    checkpoint, ring, table, format = planes(layer.checkpoint), pools(layer), step.table, layer.format.name
-    chosen = launch_choices.launch(recurrence, geometry, format, B, T, window)
     beside = folds_beside(R, window)
     if not beside:
         # as many tokens as records may wait: those are folded first, to make room
         start = (table[1] - table[4]) % R
         _launch_fold(recurrence, layer, table[0], start, table[4], table[8], layer.checkpoint, format)
-    sizes = {"H": H, "G": G, "N": N, "V": V, "K": K, "R": R, "BK": columns(K), "P": exactness(y.dtype)}
-    carrying = sizes | tile | {
-        "T": T, "L": layer.conv.shape[1], "W": 1 if weights.conv_weight is None else weights.conv_weight.shape[1],
-        "CHANNEL": recurrence.channel_gate, "CARRY": module.carry_tokens if T > 1 or products else module.carry,
-        "GATES": module.gates,
+    sizes |= {"N": N, "P": exactness(y.dtype)}
+    carrying = sizes | tile | bringing | {
+        "T": T, "CARRY": module.carry_tokens if T > 1 or products else module.carry,
     }  # fmt: skip
     reading = sizes | tile | {
         "T": T, "BR": max(16, triton.next_power_of_2(window + T)),
@@ -312,13 +338,8 @@ def decode(
         "CHUNKS": triton.cdiv(window, CN) if beside else 0, "CN": CN, "BF": chosen.fold_v, "BB": chosen.fold_k,
         "AHEAD": chosen.fold_ahead,
     }  # fmt: skip
-    if skip is not None:
-        skip = (skip[:, None] if skip.ndim == 1 else skip).expand(H, V)
-    outputs = (y, None if skip is None else Field(skip, *skip.stride()), None if gate is None else field(gate))
     run = 1 if T > 1 or chosen.together else math.gcd(chosen.read_run, triton.cdiv(V, chosen.read_v))
     grid = (triton.cdiv(V, chosen.read_v) // run, H, B)
-    PDL = dependent_launches(device)
-    early = {"launch_pdl": True} if PDL else {}
     if chosen.together:
         decode_kernel[grid](
             checkpoint, layer.key, inputs, ring, weights, table, step.parent, step.kin, q, t, c, ends, *outputs,

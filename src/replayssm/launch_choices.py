@@ -14,6 +14,9 @@ class Launch(NamedTuple):
 
     Attributes:
         together: carry, flush and read are one launch.
+        at_once: the checkpoint is updated at every token, by one launch (update_kernel.py), if all layers' formats are
+            exact and no more than a step's record can be taken back.
+        update_v, update_warps: rows of V of its programs, and their warps.
         read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
         read_k, read_stages: columns of K that it takes at a time, and how many such blocks are on their way at most.
             All at once, and (one token, formats without a scale that are not bf16) whatever they are, they are fetched
@@ -35,6 +38,9 @@ class Launch(NamedTuple):
     """
 
     together: bool
+    at_once: bool
+    update_v: int
+    update_warps: int
     read_v: int
     read_warps: int
     read_k: int
@@ -139,6 +145,9 @@ def launch(
         flush_programs, fold_v = 6, 32
     return Launch(
         together=together,
+        at_once=False,
+        update_v=min(most, 16),
+        update_warps=4,
         read_v=min(most, read_v),
         read_warps=read_warps,
         read_k=min(columns(K), read_k),

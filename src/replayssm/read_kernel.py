@@ -187,7 +187,12 @@ def read_tile(
             tile, scale = decode_read(codes, blocks, rows, BV, BK, FORMAT)
             b_y = summed(tile, scale, b_t, read_kind(FORMAT)) * decay
         b_y += tl.sum(add_product(tl.zeros([BV, BN], tl.float32), tl.trans(b_v), b_c, parts_of(b_v.dtype), 1), 1)
-    # (2) skip and output gate
+    store_output(y, skip, gate, b_y, own, b_own, b_d, b_z, (row * H + i_h) * V + o_v, m_v)
+
+
+@triton.jit
+def store_output(y, skip, gate, b_y, own, b_own, b_d, b_z, at, m_v):
+    """(b_y + (own + D) v) silu(z) at y's places `at`: own and b_own are the weight and value of the token's record."""
     if skip is not None:
         b_y += (b_d.to(tl.float32) + own) * b_own
     else:
@@ -195,11 +200,10 @@ def read_tile(
     if gate is not None:
         b_z = b_z.to(tl.float32)
         b_y *= b_z * sigmoid(b_z)
-    p_y = y + (row * H + i_h) * V + o_v
     if m_v is None:
-        tl.store(p_y, b_y.to(y.dtype.element_ty))
+        tl.store(y + at, b_y.to(y.dtype.element_ty))
     else:
-        tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_v)
+        tl.store(y + at, b_y.to(y.dtype.element_ty), mask=m_v)
 
 
 @triton.jit

@@ -205,6 +205,7 @@ class DeviceStep(NamedTuple):
             number of this step, (8) flushes of the slot, that of (4) included, (9) how many rows are due.
         parent: int32 [rows, T] for a draft tree, None for a chain.
         kin: int8 [rows, T, T], which of the step's tokens each sees, itself included; None for a chain.
+        at_once: all committed records are in front of ring_start, and a layer is one launch of update_kernel.
     """
 
     rows: int
@@ -212,6 +213,7 @@ class DeviceStep(NamedTuple):
     table: Tensor
     parent: Tensor | None
     kin: Tensor | None
+    at_once: bool = False
 
     @property
     def kind(self) -> str:

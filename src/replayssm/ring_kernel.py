@@ -37,9 +37,11 @@ def count_up(p, S, m, pending, wanted, CONV: tl.constexpr):
 def begin_kernel(
     cursors, clock, given, lengths, accepted, table, S, B,
     T: tl.constexpr, R: tl.constexpr, MOST: tl.constexpr, WINDOW: tl.constexpr, CONV: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Commit (where it waited for this), flush and begin of ring.py for B rows; one program, BLOCK rows at a time.
+
+    AT_ONCE: all committed records are folded, and when windows end stays as it was.
 
     | Name     | Shape  | Dtype | Dir    | Meaning                                              |
     | cursors  | [9, S] | int64 | in/out | the pool's cursors, rows as in Cursors               |
@@ -76,12 +78,14 @@ def begin_kernel(
         reach = tl.load(p + REACH * S, mask=active, other=0)
         conv_end = tl.load(p + CONV_END * S, mask=active, other=0)
         # (1) flush
-        due = active & (committed > 0) & (committed + length > flush_at)
+        due = active & (committed > 0)
+        if not AT_ONCE:
+            due = due & (committed + length > flush_at)
+            tl.store(p + FLUSH_AT * S, 0 * committed + WINDOW, mask=due)
         folds = tl.where(due, committed, 0)
         start, committed = (start + folds) % R, committed - folds
         tl.store(p + RING_START * S, start, mask=due)
         tl.store(p + COMMITTED * S, committed, mask=due)
-        tl.store(p + FLUSH_AT * S, 0 * committed + WINDOW, mask=due)
         flushes = tl.load(p + FLUSHES * S, mask=active, other=0) + tl.where(due, 1, 0)
         tl.store(p + FLUSHES * S, flushes, mask=due)
         # (2) begin
@@ -234,7 +238,7 @@ def compact_kernel(
 
 def begin(
     cursors: Tensor, clock: Tensor, sizes: Sizes, given: Tensor, lengths: Tensor | None, accepted: Tensor | None,
-    tokens: int,
+    tokens: int, at_once: bool,
 ) -> Tensor:  # fmt: skip
     """DeviceStep.table for rows of the slots `given`: cursors [9, S] move as ring.flush and ring.begin say.
 
@@ -246,6 +250,7 @@ def begin(
         begin_kernel[(1,)](
             cursors, clock, given, lengths, accepted, table, cursors.shape[1], rows,
             T=tokens, R=sizes.ring, MOST=sizes.most_reach, WINDOW=sizes.window, CONV=max(sizes.conv, 1), BLOCK=BLOCK,
+            AT_ONCE=at_once,
         )  # fmt: skip
     return table
 
@@ -275,11 +280,11 @@ def compact(records: Records, conv: Tensor, table: Tensor, path: Tensor, tokens:
         )  # fmt: skip
 
 
-def step(table: Tensor, tokens: int, parent: Tensor | None) -> DeviceStep:
+def step(table: Tensor, tokens: int, parent: Tensor | None, at_once: bool) -> DeviceStep:
     """A step with its tree, parent [rows, T] or None; a parent that does not come before its child is a root."""
     rows = table.shape[1]
     if parent is None:
-        return DeviceStep(rows, tokens, table, None, None)
+        return DeviceStep(rows, tokens, table, None, None, at_once)
     tree = torch.empty(rows, tokens, dtype=torch.int32, device=parent.device)
     kin = torch.empty(rows, tokens, tokens, dtype=torch.int8, device=parent.device)
     if rows:

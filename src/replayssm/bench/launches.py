@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from replayssm import launch_choices
+from replayssm import formats, launch_choices
 from replayssm.bench import append_rows
 from replayssm.bench import kernels as kernels_bench
 from replayssm.bench.kernels import (
@@ -72,7 +72,11 @@ GROUPS: dict[str, list[dict[str, int]]] = {
         for warps in (1, 2, 4)
         if v <= 16 * warps
     ]
-    + [{"together": 0}],
+    + [{"together": 0}]
+    + [
+        {"at_once": 1, "update_v": v, "update_warps": warps}
+        for v, warps in ((4, 1), (8, 1), (8, 2), (16, 2), (16, 4), (32, 4), (32, 8))
+    ],
 }
 
 
@@ -150,9 +154,11 @@ def asked_for(texts: list[str]) -> list[dict[str, int]]:
 
 
 def allowed(case: str, fmt: str, change: dict[str, int]) -> bool:
-    """Whether a change can be made to this geometry and format: rows of K with a scale are read whole."""
+    """Whether a change can be made to this geometry and format: rows of K with a scale are read whole; some round."""
     H, G, V, _ = CASES[case][1]
     if "read_k" in change and needs_whole_rows(fmt):
+        return False
+    if change.get("at_once") and not formats.get(fmt).exact:
         return False
     most = 1 << (V - 1).bit_length()
     if change.get("read_v", 0) > most or change.get("flush_v", 0) > V:

@@ -48,10 +48,9 @@ class MTPHead(nn.Module):
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (norm(D, eps=eps) for _ in range(3))
         self.fc = nn.Linear(2 * D, D, bias=False)
         self.layers = nn.ModuleList([type(decoder.layers[0])(config, 0)])
-        nn.init.normal_(self.fc.weight, std=config.initializer_range)
-        for module in self.layers.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=config.initializer_range)
+        for weight in (self.fc.weight, *self.layers.parameters()):
+            if weight.ndim > 1:  # experts and routers come with whatever memory holds
+                nn.init.normal_(weight, std=config.initializer_range)
         self.config = config
         self._decoder = (decoder,)  # not a part of this module
 

@@ -26,6 +26,24 @@ def gates(inputs, weights, row, i, i_h, o_k, m_k, K: tl.constexpr):
 
 
 @triton.jit
+def normalized(b_q, b_k, K: tl.constexpr):
+    """Query and key of a token as the delta rule takes them, and 1 / |k|."""
+    norm = 1 / tl.sqrt(tl.sum(b_k * b_k, 0) + 1e-6)
+    return b_q * (1 / tl.sqrt((tl.sum(b_q * b_q, 0) + 1e-6) * K)), b_k * norm, norm
+
+
+@triton.jit
+def carry_alone(
+    inputs, weights, row, i_h, o_k, m_k, b_q, b_k, K: tl.constexpr, GATES: tl.constexpr,
+):  # fmt: skip
+    """As mamba2's: t = a (q - w (k . q) k), with a gate per head or, as GATES has it, per key channel."""
+    g, w = GATES(inputs, weights, row, 0, i_h, o_k, m_k, K)
+    b_q, b_k, norm = normalized(b_q, b_k, K)
+    score = w * tl.sum(b_k * b_q, 0)
+    return tl.exp(g) * (b_q - score * b_k), score, norm, g, w
+
+
+@triton.jit
 def carry(
     inputs, ring, weights, table, parent, kin, q, t, c, ends, i_b, i_g, i_j, from_c, count, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
@@ -59,10 +77,9 @@ def carry(
     b_q, b_xq = channels(inputs.q, ring.conv, weights, None, row, 0, slot, end, o_x, m_k & m, 0, C, L, W, 1)
     b_k, b_xk = channels(inputs.k, ring.conv, weights, None, row, 0, slot, end, o_x, m_k, K_FIRST, C, L, W, 1)
     b_v, b_xv = channels(inputs.v, ring.conv, weights, None, row, 0, slot, end, o_c, m_c, V_FIRST, C, L, W, 1)
-    norm, own_k = 1 / tl.sqrt(tl.sum(b_k * b_k, 0) + 1e-6), b_k
-    b_q *= 1 / tl.sqrt((tl.sum(b_q * b_q, 0) + 1e-6) * K)
     # (1) the token's own record
-    b_k *= norm
+    own_k = b_k
+    b_q, b_k, norm = normalized(b_q, b_k, K)
     score = tl.sum(b_k * b_q, 0)
     b_t, b_c, own_g, own_w = (), (), (), ()
     for h in tl.static_range(BJ):

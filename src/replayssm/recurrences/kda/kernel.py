@@ -5,10 +5,10 @@ import triton.language as tl
 
 from replayssm.arithmetic_kernel import sigmoid, softplus, store_parts
 from replayssm.fold_kernel import pass_by
-from replayssm.recurrences.gdn.kernel import carry, load_records
+from replayssm.recurrences.gdn.kernel import carry, carry_alone, load_records
 from replayssm.step_kernel import append_tokens, load_row
 
-__all__ = ["carry", "carry_tokens", "gates"]
+__all__ = ["carry", "carry_alone", "carry_tokens", "gates"]
 
 
 @triton.jit

@@ -28,6 +28,18 @@ def gates(inputs, weights, row, i, i_h, m_h):
 
 
 @triton.jit
+def carry_alone(
+    inputs, weights, row, i_h, o_k, m_k, b_q, b_k, K: tl.constexpr, GATES: tl.constexpr,
+):  # fmt: skip
+    """A step's only token as a record of head i_h, for a checkpoint that holds all before it.
+
+    The carried query t = exp(g) q, the weight w (k . q) of the own v, and 1 / |k| (1 here), g and w of the record.
+    """
+    g, w = GATES(inputs, weights, row, 0, i_h, i_h >= 0)
+    return tl.exp(g) * b_q, w * tl.sum(b_k * b_q, 0), 1.0, g, w
+
+
+@triton.jit
 def carry(
     inputs, ring, weights, table, parent, kin, q, t, c, ends, i_b, i_g, i_j, from_c, count, B,
     T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
