@@ -258,7 +258,7 @@ def main(arch: str) -> None:
     arithmetic_kernel.NVIDIA = formats_kernel.NVIDIA = tl.constexpr(not amd)
     cursors = {"cursors": "*i64", "table": "*i32", "S": "i32", "B": "i32", "BLOCK": ring_kernel.BLOCK}
     begin = {"given": "*i64", "lengths": "*i64", "T": 1, "R": WINDOW + 1, "MOST": 1, "WINDOW": WINDOW, "clock": "*i32"}
-    begin |= {"accepted": "*i64", "CONV": WIDTH}
+    begin |= {"accepted": "*i64", "CONV": WIDTH, "AT_ONCE": False}
     commit = {"counts": "*i64", "CONV": WIDTH}
     for what, kernel, own in (
         ("begin", ring_kernel.begin_kernel, begin),

@@ -94,7 +94,7 @@ def test_operators_are_what_they_say(generator: torch.Generator) -> None:
     ops, sizes = torch.ops.replayssm, tuple(cache.sizes)
     tests = ("test_schema", "test_faketensor")
     for accepted in (None, torch.ones(2, dtype=torch.int64, device=DEVICE)):
-        arguments = (cache.cursor_tensor, cache.clock, slots, None, accepted, 1, *sizes)
+        arguments = (cache.cursor_tensor, cache.clock, slots, None, accepted, 1, *sizes, False)
         torch.library.opcheck(ops.begin.default, arguments, test_utils=tests)
     step = cache.begin(slots)
     torch.library.opcheck(ops.commit.default, (cache.cursor_tensor, step.table, None, *sizes), test_utils=tests)
@@ -102,7 +102,8 @@ def test_operators_are_what_they_say(generator: torch.Generator) -> None:
     q, k = (torch.randn(2, 1, 2, 8, generator=generator).to(DEVICE) for _ in range(2))
     v = torch.randn(2, 1, 4, 6, generator=generator).to(DEVICE)
     g, w = -torch.rand(2, 1, 4, generator=generator).to(DEVICE), torch.rand(2, 1, 4, generator=generator).to(DEVICE)
-    state = (list(layer.checkpoint), list(layer.ring), layer.conv, layer.ready, layer.key, step.table, None, None)
+    pools = (list(layer.checkpoint), list(layer.ring), layer.conv, layer.ready, layer.key)
+    state = (*pools, step.table, step.parent, step.kin, step.at_once)
     arguments = ("gdn", "fp32", list(cache.geometry), 2, *state, q, k, v, g, w)
     torch.library.opcheck(ops.decode.default, arguments, test_utils=tests)
     weights = make_weights(cache, generator)

@@ -63,6 +63,7 @@ def update_kernel(
             b_s = fold_record(b_s, b_n, norm, b_u, b_g, w, CHANNEL, DELTA)
             records = following
         if folds > 0:
+            tl.debug_barrier()  # all threads have loaded what is written over: of a small tile several hold the same
             store(planes, slot, i_h, o_v, b_s, noise_words(key, slot, flush), V, K, BV, BK, FORMAT)
         # (3) the token
         b_t, own, norm, g, w = CARRY(inputs, weights, row, i_h, o_k, m_k, b_q, b_k, K, GATES)
