@@ -59,10 +59,11 @@ def test_a_part_is_all_that_is_launched(part: str, monkeypatch: pytest.MonkeyPat
     """A read changes no ring and writes outputs, a carry changes no checkpoint, a prepare does where rows are due."""
     pytest.importorskip("triton")
     from replayssm import kernels as launched
+    from replayssm import launch_choices
     from replayssm.bench import parts
 
     monkeypatch.setitem(kernels.CASES, "small", ("gdn", Geometry(4, 2, 16, 16)))
-    monkeypatch.setattr(launched, "in_one_launch", lambda rows, heads: False)
+    monkeypatch.setattr(launch_choices, "in_one_launch", lambda rows, heads: False)
     ours = kernels._Ours("small", 2, "fp32", 1, False, kernels.Steps(window=2), device="cpu")
     layer = ours.cache.layers[0]
     for tensor in (*layer.checkpoint, layer.ring.k):
