@@ -18,6 +18,7 @@ from slot to slot may be anything, and slot arithmetic is int64.
 """
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -261,12 +262,9 @@ def tiles(recurrence: Any, window: int, tokens: int, dtype: torch.dtype) -> dict
 
 def first_channels(recurrence: Any, geometry: Any) -> dict[str, int]:
     """Where channels of q, k and v begin in a convolution's."""
-    H, G, V, K = geometry
-    size, at, found = {"q": G * K, "k": G * K, "v": H * V}, 0, {}
-    for name in recurrence.conv_order:
-        found[f"{name.upper()}_FIRST"] = at
-        at += size[name]
-    return found
+    sizes = recurrence.conv_sizes(geometry)
+    ends = itertools.accumulate(sizes.values())
+    return {f"{name.upper()}_FIRST": end - sizes[name] for name, end in zip(sizes, ends, strict=True)}
 
 
 def decode(

@@ -64,11 +64,15 @@ class Recurrence(NamedTuple):
         """Channels of the convolution in front: q, k and v of one token."""
         return 2 * geometry.G * geometry.K + geometry.H * geometry.V
 
+    def conv_sizes(self, geometry: Geometry) -> dict[str, int]:
+        """How many of those are "q", "k" and "v", in the order in which they lie."""
+        H, G, V, K = geometry
+        return {name: H * V if name == "v" else G * K for name in self.conv_order}
+
     def split_flat(self, x: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
         """Cut a convolution's channels [B, T, C] into q, k and v: views [B, T, G K], [B, T, G K], [B, T, H V]."""
-        H, G, V, K = geometry
-        size = {"q": G * K, "k": G * K, "v": H * V}
-        part = dict(zip(self.conv_order, x.split([size[name] for name in self.conv_order], dim=-1), strict=True))
+        sizes = self.conv_sizes(geometry)
+        part = dict(zip(sizes, x.split(list(sizes.values()), dim=-1), strict=True))
         return part["q"], part["k"], part["v"]
 
     def split(self, x: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:

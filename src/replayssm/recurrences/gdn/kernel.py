@@ -33,9 +33,7 @@ def normalized(b_q, b_k, K: tl.constexpr):
 
 
 @triton.jit
-def carry_alone(
-    inputs, weights, row, i_h, o_k, m_k, b_q, b_k, K: tl.constexpr, GATES: tl.constexpr,
-):  # fmt: skip
+def carry_alone(inputs, weights, row, i_h, o_k, m_k, b_q, b_k, K: tl.constexpr, GATES: tl.constexpr):
     """As mamba2's: t = a (q - w (k . q) k), with a gate per head or, as GATES has it, per key channel."""
     g, w = GATES(inputs, weights, row, 0, i_h, o_k, m_k, K)
     b_q, b_k, norm = normalized(b_q, b_k, K)

@@ -28,9 +28,7 @@ def gates(inputs, weights, row, i, i_h, m_h):
 
 
 @triton.jit
-def carry_alone(
-    inputs, weights, row, i_h, o_k, m_k, b_q, b_k, K: tl.constexpr, GATES: tl.constexpr,
-):  # fmt: skip
+def carry_alone(inputs, weights, row, i_h, o_k, m_k, b_q, b_k, K: tl.constexpr, GATES: tl.constexpr):
     """A step's only token as a record of head i_h, for a checkpoint that holds all before it.
 
     The carried query t = exp(g) q, the weight w (k . q) of the own v, and 1 / |k| (1 here), g and w of the record.
