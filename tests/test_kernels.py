@@ -147,13 +147,13 @@ def test_all_ways_to_fold(
     """Keys in blocks of columns or whole, one chunk of records and more, in all kinds of launches.
 
     In three, as with many rows: flushes answer, in fewer programs than there could be, 32 rows of V at a time, and a
-    program reads two tiles, in blocks of columns.
+    program reads two tiles.
     """
     chosen = launch_choices.launch
     monkeypatch.setattr(launch_choices, "in_one_launch", lambda rows, heads: launches == 1)
     changes = {"fold_k": columns, "flush_v": 32, "apart": launches == 3, "answers": launches == 3}
     if launches == 3:
-        changes |= {"flush_parts": 2, "fold_v": 32, "fold_heads": True, "read_run": 2, "read_k": 16}
+        changes |= {"flush_parts": 2, "fold_v": 32, "fold_heads": True, "read_run": 2}
     monkeypatch.setattr(launch_choices, "launch", lambda *cell: chosen(*cell)._replace(**changes))
     wide = Geometry(H=3, G=1, V=20, K=32)
     life = Life(make_cache(name, wide, implementation="triton", slots=2, window=window, max_tokens=tokens), generator)

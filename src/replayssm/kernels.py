@@ -177,9 +177,7 @@ def decode_kernel(
             )  # fmt: skip
         else:
             beside = fetch_beside(ring, skip, gate, slot, first, before, row, i_h, i_v, V, R, BP, BV, False)
-            carried = fetch_carried(
-                slot, row, 0, None, t, c, ends, None, i_h, H, G, N, K, PT, BP, BT, BK, 1, FORMAT, BK
-            )
+            carried = fetch_carried(slot, row, 0, None, t, c, ends, None, i_h, H, G, N, K, PT, BP, BT, BK, 1, FORMAT)
             read_tile(
                 planes, codes, blocks, rows, beside, carried, ring, slot, first, before, row, t, None, y, skip, gate,
                 i_h, i_v, H, G, N, V, K, R, PT, BP, BT, BV, BK, FORMAT, BK, 1,

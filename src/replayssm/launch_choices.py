@@ -19,8 +19,7 @@ class Launch(NamedTuple):
         update_v, update_warps: rows of V of its programs, and their warps.
         read_v, read_warps: rows of V of a program of the read (or of the one launch), and its warps.
         read_k, read_stages: columns of K that it takes at a time, and how many such blocks are on their way at most.
-            All at once, and (one token, formats without a scale that are not bf16) whatever they are, they are fetched
-            before the carry is awaited. There, the fewer columns, the fewer threads sum a row.
+            All at once, they are fetched before the carry is awaited.
         read_registers: the most registers of its threads (NVIDIA). None: as it likes.
         read_run: so many tiles of a head are read by one program, one after the other, the next on its way (one token).
         apart: carry and flush are a launch each, with warps and registers of their own; else the carry's warps serve
@@ -81,7 +80,7 @@ def launch(
     most, scaled, heads = triton.next_power_of_2(V), needs_whole_rows(format), triton.next_power_of_2(H // G)
     together, stored = in_one_launch(rows, H), formats.get(format)
     bits, halves = stored.reads.bits, in_bf16(format)
-    read_k, read_stages = columns(K), 1
+    read_k, read_stages, read_run = columns(K), 1, 1
     if together:
         # in more than one warp, every sum of a carry goes through shared memory and a barrier
         if scaled:
@@ -106,6 +105,8 @@ def launch(
         read_v, read_warps = 16 if recurrence.channel_gate else 32, 2
     else:
         read_v, read_warps = 16, 1
+        if rows >= 64:
+            read_run = max(n for n in range(1, 6) if triton.cdiv(V, 16) % n == 0)
     # carries and flushes are short of programs that run at once: with fewer registers some spill, and are faster
     carry_warps, flush_warps = 1, 1
     flush_registers: int | None = 208 if recurrence.channel_gate and tokens > 8 else 168
@@ -153,7 +154,7 @@ def launch(
         read_k=min(columns(K), read_k),
         read_stages=read_stages,
         read_registers=128 if tokens > 8 else None,  # left alone, the assembler may spill to use fewer
-        read_run=1,
+        read_run=read_run,
         apart=rows >= 64 or (scaled and by_tile),
         carry_warps=carry_warps,
         carry_registers=carry_registers,

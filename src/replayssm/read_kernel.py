@@ -4,8 +4,6 @@ What a program needs of others it awaits by name: `ready` holds, per slot and he
 flushed). Where launches don't overlap, nothing is ever awaited.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -17,7 +15,6 @@ from replayssm.formats_kernel import (
     fetch_read,
     in_bf16,
     load_part,
-    needs_whole_rows,
     read_kind,
     read_parts,
     scaled,
@@ -79,12 +76,6 @@ def multiplied(
     return b_y
 
 
-@triton.constexpr_function
-def in_columns(FORMAT: Any, BB: Any, BK: Any) -> bool:
-    """Whether one token's tile waits in registers by blocks of BB columns: fewer threads share a row and its sum."""
-    return int(BB) < int(BK) and not in_bf16(FORMAT) and not needs_whole_rows(FORMAT)
-
-
 @triton.jit
 def fetch_beside(
     ring, skip, gate, slot, first, before, row, i_h, i_v, V: tl.constexpr, R: tl.constexpr, BP: tl.constexpr,
@@ -110,11 +101,9 @@ def fetch_beside(
 def fetch_carried(
     slot, row, number, ready, t, c, ends, answer, i_h,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, P: tl.constexpr, BP: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, FORMAT: tl.constexpr, BB: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """What the carry left for a head, once it is there: weights of S0 t and of the own v; c, and t (as the checkpoint
-    is fetched, whole or in blocks) if it is in fp32.
-    """
+    """What the carry left for a head, once it is there: weights of S0 t and of the own v; c, and t if it is in fp32."""
     if ready is not None:
         await_number(ready, slot, number, unit_of(i_h, H // G, BJ))
     p_ends = ends + (row * H + i_h) * 2
@@ -122,15 +111,8 @@ def fetch_carried(
     if answer is None:
         b_c = load_columns(c + (row * H + i_h) * (BP * P), tl.arange(0, BP), BN, P)
         if not in_bf16(FORMAT):
-            p_t = t + (row * N + i_h // (H // N)) * K
-            if in_columns(FORMAT, BB, BK):
-                b_t = ()  # type: ignore[assignment]
-                for n in tl.static_range((K + BB - 1) // BB):
-                    o_k = n * BB + tl.arange(0, BB)
-                    b_t = b_t + (load_part(p_t + o_k, None if divides(BB, K) else o_k < K),)  # type: ignore[operator]
-            else:
-                o_k = tl.arange(0, BK)
-                b_t = load_part(p_t + o_k, None if K == BK else o_k < K)
+            o_k = tl.arange(0, BK)
+            b_t = load_part(t + (row * N + i_h // (H // N)) * K + o_k, None if K == BK else o_k < K)
     return tl.load(p_ends), tl.load(p_ends + 1), b_c, b_t
 
 
@@ -143,9 +125,9 @@ def read_tile(
 ):  # fmt: skip
     """y = (c_0 S0 t + sum_j c_j v_j + D v) silu(z) for the caller's row `row`, head i_h, part i_v of V.
 
-    S0 [BV, BK] comes as stored (fetch_read), in blocks of BB columns or whole, and is decoded when the carry is there:
-    few registers wait. Or (bf16, BB < BK) it is fetched here, BB columns at a time, STAGES such blocks on their way at
-    most. Of a row that was flushed S0 t may be there already (answer); it has no records but the token's own.
+    S0 [BV, BK] comes as stored (fetch_read) and is decoded when the carry is there: few registers wait. Or (BB < BK, no
+    scales) it is fetched here, BB columns at a time, STAGES such blocks on their way at most. Of a row that was flushed
+    S0 t may be there already (answer); it has no records but the token's own.
 
     | Name          | Shape          | Dtype  | Dir | Meaning                                       |
     | beside        | fetch_beside   |        | in  |                                               |
@@ -178,14 +160,8 @@ def read_tile(
             b_y = multiplied(b_y, b_s, p_t, n * BB, 1, 1, K, P, P, BN, BB, FORMAT)
         b_y = tl.sum(add_product(b_y * decay, tl.trans(b_v), b_c, parts_of(b_v.dtype), 1), 1)
     else:
-        if in_columns(FORMAT, BB, BK):
-            b_p = tl.zeros([BV, BB], tl.float32)
-            for n in tl.static_range((K + BB - 1) // BB):
-                b_p += codes[n].to(tl.float32) * b_t[n]
-            b_y = tl.sum(b_p, 1) * decay
-        else:
-            tile, scale = decode_read(codes, blocks, rows, BV, BK, FORMAT)
-            b_y = summed(tile, scale, b_t, read_kind(FORMAT)) * decay
+        tile, scale = decode_read(codes, blocks, rows, BV, BK, FORMAT)
+        b_y = summed(tile, scale, b_t, read_kind(FORMAT)) * decay
         b_y += tl.sum(add_product(tl.zeros([BV, BN], tl.float32), tl.trans(b_v), b_c, parts_of(b_v.dtype), 1), 1)
     store_output(y, skip, gate, b_y, own, b_own, b_d, b_z, (row * H + i_h) * V + o_v, m_v)
 
@@ -278,18 +254,12 @@ def zero_tile(y, row, i_h, i_v, T: tl.constexpr, H: tl.constexpr, V: tl.constexp
 def fetch_part(
     planes, ring, skip, gate, slot, first, before, row, answer, i_h, i_v,
     T: tl.constexpr, V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr,
-    BK: tl.constexpr, FORMAT: tl.constexpr, BB: tl.constexpr,
+    BK: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """fetch_read (unless there is an answer) and, of one token, fetch_beside."""
     codes, blocks, rows, beside = 0, 1.0, 1.0, (0.0, 0.0, 0.0)
     if answer is None:  # first: what else is loaded is waited for at once, to go through shared memory
-        o_v = i_v * BV + tl.arange(0, BV)
-        if T == 1 and in_columns(FORMAT, BB, BK):
-            codes = ()  # type: ignore[assignment]
-            for n in tl.static_range((K + BB - 1) // BB):
-                codes = codes + (fetch_read(planes, slot, i_h, o_v, V, K, BB, FORMAT, n * BB)[0],)  # type: ignore[operator]
-        else:
-            codes, blocks, rows = fetch_read(planes, slot, i_h, o_v, V, K, BK, FORMAT)
+        codes, blocks, rows = fetch_read(planes, slot, i_h, i_v * BV + tl.arange(0, BV), V, K, BK, FORMAT)
     if T == 1:
         beside = fetch_beside(ring, skip, gate, slot, first, before, row, i_h, i_v, V, R, BP, BV, answer is not None)
     return codes, blocks, rows, beside
@@ -307,7 +277,7 @@ def read_part(
     awaited.
     """
     tile = fetch_part(
-        planes, ring, skip, gate, slot, first, before, row, answer, i_h, i_v, T, V, K, R, BP, BV, BK, FORMAT, BB
+        planes, ring, skip, gate, slot, first, before, row, answer, i_h, i_v, T, V, K, R, BP, BV, BK, FORMAT
     )  # fmt: skip
     if T > 1:
         codes, blocks, rows, _ = tile
@@ -317,14 +287,14 @@ def read_part(
         )  # fmt: skip
     else:
         carried = fetch_carried(
-            slot, row, number, ready, t, c, ends, answer, i_h, H, G, N, K, PT, BP, BT, BK, BJ, FORMAT, BB
+            slot, row, number, ready, t, c, ends, answer, i_h, H, G, N, K, PT, BP, BT, BK, BJ, FORMAT
         )  # fmt: skip
         for n in tl.static_range(RUN):
             codes, blocks, rows, beside = tile
             if n + 1 < RUN:  # on its way while this one is answered
                 tile = fetch_part(
                     planes, ring, skip, gate, slot, first, before, row, answer, i_h, i_v + n + 1,
-                    T, V, K, R, BP, BV, BK, FORMAT, BB,
+                    T, V, K, R, BP, BV, BK, FORMAT,
                 )  # fmt: skip
             read_tile(
                 planes, codes, blocks, rows, beside, carried, ring, slot, first, before, row, t, answer, y, skip, gate,

@@ -46,8 +46,7 @@ GROUPS: dict[str, list[dict[str, int]]] = {
         for v, warps in ((16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 1), (64, 2), (64, 4), (128, 4))
     ]
     + [{"read_k": columns, "read_stages": n} for columns, n in ((32, 3), (64, 2), (64, 3))]
-    + [{"read_run": n} for n in (2, 4)]
-    + [{"read_k": 32, "read_stages": 1, "read_run": n} for n in (1, 2, 4)],
+    + [{"read_run": n} for n in (2, 4)],
     "flush": [
         {"fold_k": columns, "fold_v": 16, "flush_v": v, "flush_programs": n}
         for columns in (32, 64)
