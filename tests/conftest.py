@@ -3,6 +3,7 @@
 Without a GPU, Triton kernels run in Triton's interpreter, which must be chosen before they are imported.
 """
 
+import importlib.util
 import os
 
 import pytest
@@ -20,6 +21,13 @@ torch.set_num_threads(1)
 def generator() -> torch.Generator:
     """A seeded source of random numbers."""
     return torch.Generator().manual_seed(20261129)
+
+
+@pytest.fixture(autouse=True)
+def many_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests without a GPU have few rows, and mean the kernels of many, unless they say otherwise."""
+    if importlib.util.find_spec("triton") and not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr("replayssm.launch_choices.updates_at_once", lambda *case: False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -57,7 +57,7 @@ if job["task"] == "decode":
         taken = job["steps"] * (2e-3 if stock else 1e-3)
         tokens = job["steps"] * rows * (2 if drafts else 1)
         made["rows"].append(dict(
-            batch=batch, rows=rows, steps=job["steps"], seconds=[3 * taken, taken, taken], tokens=[tokens] * 3,
+            batch=batch, rows=rows, steps=job["steps"], seconds=[3 * taken, taken, taken], graph_seconds=[taken / 2] * 3, tokens=[tokens] * 3,
             steps_with_rows_missing=0, rows_past_their_end=None if job["dummy"] else 0.25, prompt_tokens=40.0,
         ))
 else:
@@ -440,6 +440,7 @@ def test_only_steps_of_whole_batches_are_timed(parameters, per_step):
     for batch in timed.batches * 2:  # the second batch finds the engine empty
         row = vllm_process._steady(model(engine), timed, batch, room=99)
         assert row["steps_with_rows_missing"] == 0 and row["tokens"] == [20 * 40 * per_step] * 3
+        assert row["graph_seconds"] == [None] * 3, "there are no graphs here"
         assert row["rows"] == 40 and len(row["seconds"]) == 3 and 24 <= row["prompt_tokens"] <= 48
         assert not engine.requests
     assert engine.mixed >= 2 * (timed.window - 3), "requests came all at once"

@@ -12,7 +12,7 @@ from replayssm.testing import make_cache
 VERBS = ["step", "step", "step", "draft", "tree", "copy", "flush", "trim", "load", "preempt", "restore", "materialize"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(c))
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.label)
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     st.integers(1, 9),
@@ -20,7 +20,10 @@ VERBS = ["step", "step", "step", "draft", "tree", "copy", "flush", "trim", "load
     st.booleans(),
     st.lists(st.tuples(st.sampled_from(VERBS), st.integers(0, 2**16)), min_size=5, max_size=25),
 )
-def test_random_lives(case: Case, window: int, tokens: int, staggered: bool, verbs: list[tuple[str, int]]) -> None:
+def test_random_lives(
+    case: Case, monkeypatch: pytest.MonkeyPatch, window: int, tokens: int, staggered: bool, verbs: list[tuple[str, int]]
+) -> None:
+    case.choose_launches(monkeypatch)
     generator = torch.Generator().manual_seed(len(verbs))
     life = Life(case.cache(window=window, max_tokens=tokens, slots=3, staggered=staggered), generator)
     cache, twin = life.cache, life.twin

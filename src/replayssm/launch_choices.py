@@ -6,7 +6,7 @@ import triton
 
 from replayssm import formats
 from replayssm.formats_kernel import in_bf16, needs_whole_rows
-from replayssm.ring import in_one_launch
+from replayssm.ring import in_one_launch, updates_at_once
 
 
 class Launch(NamedTuple):
@@ -107,6 +107,15 @@ def launch(
         read_v, read_warps = 16, 1
         if rows >= 64:
             read_run = max(n for n in range(1, 6) if triton.cdiv(V, 16) % n == 0)
+    few = rows * H * V <= 4096
+    if format == "fp32" and rows * H * V > 8192:
+        update_v, update_warps = 32, 2
+    elif recurrence.channel_gate:
+        update_v, update_warps = 16, 4 if few else 2
+    elif format != "fp32":
+        update_v, update_warps = 16, 2
+    else:
+        update_v, update_warps = (8, 2 if few else 1) if recurrence.delta else (16, 1)
     # carries and flushes are short of programs that run at once: with fewer registers some spill, and are faster
     carry_warps, flush_warps = 1, 1
     flush_registers: int | None = 208 if recurrence.channel_gate and tokens > 8 else 168
@@ -146,9 +155,9 @@ def launch(
         flush_programs, fold_v = 6, 32
     return Launch(
         together=together,
-        at_once=False,
-        update_v=min(most, 16),
-        update_warps=4,
+        at_once=tokens == 1 and updates_at_once(rows, H * V, recurrence.delta, stored),
+        update_v=min(most, update_v),
+        update_warps=update_warps,
         read_v=min(most, read_v),
         read_warps=read_warps,
         read_k=min(columns(K), read_k),

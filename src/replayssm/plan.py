@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from replayssm import checks, formats, recurrences
 from replayssm.catalogue import ACTIVATION, Gpu, Model, data, gpus
 from replayssm.recurrences import Geometry
-from replayssm.ring import in_one_launch
+from replayssm.ring import in_one_launch, updates_at_once
 
 SCHEMA = "replayssm.plan/1"
 USABLE = 0.9  # of a GPU's memory, as engines take by default
@@ -164,6 +164,7 @@ class Moved(NamedTuple):
         conv_read, conv_written: convolution inputs.
         activations: the step's inputs and outputs.
         due: flushes per step, and `folded` the records of one.
+        at_once: every step updates the checkpoint, in one launch.
     """
 
     checkpoint: float
@@ -176,6 +177,7 @@ class Moved(NamedTuple):
     activations: float
     due: float
     folded: float
+    at_once: bool = False
 
     @property
     def read(self) -> float:
@@ -208,13 +210,23 @@ def element_bytes(format: str, K: int) -> tuple[float, float]:
     return fmt.stored_bytes(K), fmt.read_bytes(K)
 
 
-def replayed_bytes(layer: Layer, format: str, window: int, tokens: int = 1, accepted: float = 1.0) -> Moved:
+def replayed_bytes(
+    layer: Layer, format: str, window: int, tokens: int = 1, accepted: float = 1.0, rows: int | None = None
+) -> Moved:
     """A step of `tokens` tokens of which `accepted` are committed on average, as the GPU implementation moves them.
 
     A slot is due when the step's tokens would pass the window. It then holds more than window - tokens records, by half
     a step's worth on average.
+
+    Args:
+        rows: of the step; so few may be updated at once, every token reading and writing the whole state and a record.
+            None: many.
     """
-    H, _, V, K = layer.geometry
+    (H, _, V, K), delta = layer.geometry, recurrences.get(layer.recurrence).delta
+    if rows and tokens == 1 and updates_at_once(rows, H * V, delta, formats.get(format)):
+        each = replayed_bytes(layer, format, 1)
+        state, record = layer.elements * STATE["fp32"], layer.record
+        return each._replace(checkpoint=state, ring_read=0.0, flush_read=record, at_once=True)
     (stored, read), C = element_bytes(format, K), layer.channels
     folded = max(window - tokens + (accepted + 1) / 2, accepted)
     due = accepted / folded
@@ -279,6 +291,8 @@ def _beyond(layer: Layer, rows: int, moved: Moved, tokens: int) -> tuple[float, 
 
     The carry of every token walks the ring, which is read once.
     """
+    if moved.at_once:
+        return 1.0, 0.0, rows * moved.beside / 1e6, 0.0, 0.0, rows * layer.elements / 1e6
     flushes = rows * moved.due
     walked = moved.beside + (tokens - 1) * moved.ring_read
     wait = min(1.0, flushes) / math.sqrt(max(1.0, flushes)) * moved.folded / 16
@@ -487,14 +501,14 @@ class _Maker:
         given = self.options.accepted
         return 1 + 0.6 * drafts if given is None or not drafts else min(given, 1.0 + drafts)
 
-    def _bytes(self, drafts: int, format: str, window: int) -> tuple[Moved, Moved]:
-        """Of a row's step in one layer: stock, replayed."""
-        ours = replayed_bytes(self.layer, format, window, 1 + drafts, self.accepted(drafts))
+    def _bytes(self, rows: int, drafts: int, format: str, window: int) -> tuple[Moved, Moved]:
+        """Of one row's step in one layer: stock, replayed."""
+        ours = replayed_bytes(self.layer, format, window, 1 + drafts, self.accepted(drafts), rows)
         return stock_bytes(self.layer, STATE[self.options.state], 1 + drafts), ours
 
     def kernel(self, rows: int, drafts: int, format: str, window: int) -> tuple[float, float]:
         """Microseconds of one layer's step: stock, replayed."""
-        stock, ours = self.bytes_of(drafts, format, window)
+        stock, ours = self.bytes_of(rows, drafts, format, window)
         return (
             stock_us(self.times, self.layer, rows, stock),
             replayed_us(self.times, self.layer, rows, format, ours, 1 + drafts),
@@ -532,7 +546,7 @@ class _Maker:
     def case(self, rows: int, drafts: int, format: str) -> Case:
         """A batch, with so many drafts, in a format."""
         layers, window = self.model.layers, self.options.window
-        before, moved = self.bytes_of(drafts, format, window)
+        before, moved = self.bytes_of(rows, drafts, format, window)
         stock, ours = self.kernel(rows, drafts, format, window)
         old, new = (us * layers / 1e3 for us in (stock, ours))
         rest, room = self.rest(rows, drafts), self.memory(drafts, format)
@@ -712,7 +726,7 @@ def _measured(row: dict[str, Any]) -> tuple[Layer, int, Moved, Moved]:
     rows = sizes.pop("B")
     layer = Layer(row["recurrence"], Geometry(**sizes), 4)
     element = 2 if "bf16 state" in row["baseline"] else 4
-    return layer, rows, replayed_bytes(layer, row["format"], row["window"]), stock_bytes(layer, element)
+    return layer, rows, replayed_bytes(layer, row["format"], row["window"], rows=rows), stock_bytes(layer, element)
 
 
 def predicted(of: Times, row: dict[str, Any]) -> tuple[float, float]:

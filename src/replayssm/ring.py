@@ -149,6 +149,16 @@ def in_one_launch(rows: int, heads: int) -> bool:
     return rows * heads <= 128
 
 
+def updates_at_once(rows: int, values: int, delta: bool, format: Format) -> bool:
+    """Whether a step of one token on a device updates checkpoints itself: so few rows that bytes are nothing (H200).
+
+    Args:
+        values: H V, rows of a state; delta: of the delta rule, whose carry through records takes longer.
+    """
+    most = 8192 if not delta else 32768 if format.name == "fp32" else 16384
+    return format.exact and rows * values <= most
+
+
 def places(start: Tensor, first: Tensor, count: int, length: int) -> Tensor:
     """Ring places of `count` records in a row, from record number `first`: [B], [B] -> [B, count]."""
     return ((start + first)[:, None] + torch.arange(count, device=start.device)) % length

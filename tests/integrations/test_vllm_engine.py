@@ -30,11 +30,13 @@ from vllm.forward_context import set_forward_context  # noqa: E402
 from vllm.model_executor.layers.mamba.ops.ssu_dispatch import initialize_mamba_ssu_backend  # noqa: E402
 from vllm.utils.network_utils import get_open_port  # noqa: E402
 from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec  # noqa: E402
+from vllm.v1.core.block_pool import BlockPool  # noqa: E402
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager, get_manager_for_kv_cache_spec  # noqa: E402
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec  # noqa: E402
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState  # noqa: E402
 
 from replayssm.integrations.vllm import register  # noqa: E402
-from replayssm.integrations.vllm.engine import _placeholders_are_drafts  # noqa: E402
+from replayssm.integrations.vllm.engine import ReplayManager, ReplaySpec, _placeholders_are_drafts  # noqa: E402
 
 HIDDEN, H, DIM = 64, 8, 64
 MODELS = {"mamba2": "models/nemotron-h-gsm"}
@@ -328,3 +330,41 @@ def test_placeholders_of_a_prompt_of_one_token_are_drafts(monkeypatch: pytest.Mo
     )  # fmt: skip
     MambaHybridModelState.prepare_attn(None, batch)
     assert seen[0].prefill_runs_as_decode_np.tolist() == [True, False, False, True]
+
+
+def test_the_manager_of_pages_answers_as_vllms_own() -> None:
+    """Requests come, grow, are preempted, end: the same blocks are given out, however seldom ours looks."""
+    sizes = {"shapes": ((64,),), "dtypes": (torch.int8,), "block_size": 96}
+    managers = []
+    for spec in (MambaSpec(**sizes), ReplaySpec(**sizes)):
+        pool = BlockPool(12, enable_caching=False, hash_block_size=96)
+        managers.append(
+            get_manager_for_kv_cache_spec(
+                spec, max_in_flight_tokens=64, max_model_len=96, block_pool=pool, enable_caching=False,
+                kv_cache_group_id=0, scheduler_block_size=96,
+            )
+        )  # fmt: skip
+    assert [type(manager) for manager in managers] == [MambaManager, ReplayManager]
+    random, tokens = np.random.default_rng(0), dict[str, int]()
+    for _ in range(2000):
+        name = str(random.integers(16))
+        before = tokens.get(name, 0)
+        if before and (random.random() < 0.05 or before > 90):
+            for manager in managers:
+                manager.free(name)
+            del tokens[name]
+            continue
+        after = before + int(random.integers(1, 7))
+        for manager in managers:
+            manager.remove_skipped_blocks(name, before)
+        need, mine = (
+            manager.get_num_blocks_to_allocate(name, after, [], before, before, after) for manager in managers
+        )
+        assert need == mine
+        if need > managers[0].block_pool.get_num_free_blocks():
+            continue
+        given, ours = (manager.allocate_new_blocks(name, after, after) for manager in managers)
+        assert [block.block_id for block in given] == [block.block_id for block in ours]
+        tokens[name] = after
+        held, kept = ([block.block_id for block in manager.req_to_blocks[name]] for manager in managers)
+        assert held == kept and len(held) == 1

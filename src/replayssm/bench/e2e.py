@@ -329,6 +329,7 @@ def make_rows(
     for found in document["rows"]:
         rates = [tokens / taken for tokens, taken in zip(found["tokens"], found["seconds"], strict=True)]
         rate, taken = median(rates), median(found["seconds"])
+        graphs = None if None in found["graph_seconds"] else median(found["graph_seconds"])
         base = rate if mode == "stock" else stock.get(found["batch"])
         made.append(
             {
@@ -351,6 +352,7 @@ def make_rows(
                 "acceptance_length": median(found["tokens"]) / found["steps"] / found["rows"] if job.drafts else None,
                 "steps": found["steps"],
                 "step_ms": 1e3 * taken / found["steps"],
+                "graph_ms": graphs and 1e3 * graphs / found["steps"],
                 "step_ms_all": [1e3 * each / found["steps"] for each in found["seconds"]],
                 "tokens_per_second": rate,
                 "speedup": None if base is None else rate / base,
@@ -378,7 +380,16 @@ def table(rows: Sequence[dict[str, Any]]) -> Group:
     """All rows, by batch, and what a reader must know of them."""
     first = rows[0]
     drafted = any(row["drafts"] for row in rows)
-    columns = ["case", "batch", "runner", "step: ms", *(["accepted"] if drafted else []), "tokens/s", "gain"]
+    columns = [
+        "case",
+        "batch",
+        "runner",
+        "step: ms",
+        "graphs: ms",
+        *(["accepted"] if drafted else []),
+        "tokens/s",
+        "gain",
+    ]
     view = _table(f"{first['model']} in vLLM, {first['gpu']}", *columns, "state: MB", "fit")
     batches = list(dict.fromkeys(row["batch"] for row in rows))
     for batch in batches:
@@ -386,6 +397,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Group:
         for row in some:
             mark = "" if row["rows"] == batch else f" ({row['rows']})"
             cells = [name_of(row), f"{batch}{mark}", row["runner"], f"{row['step_ms']:.2f}"]
+            cells.append("" if row["graph_ms"] is None else f"{row['graph_ms']:.2f}")
             if drafted:
                 cells.append("1" if row["acceptance_length"] is None else f"{row['acceptance_length']:.2f}")
             gain = "" if row["speedup"] is None else f"{row['speedup']:.2f}x"
@@ -413,6 +425,11 @@ def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
         f"tokens. Graphs {first['graphs']}, torch.compile "
         f"{'on' if first['compiled'] else 'off'}."
     )
+    if any(row["graph_ms"] for row in rows):
+        lines.append(
+            "graphs: what the GPU takes for a step's CUDA graphs, that is all but logits, sampling and drafts by n-grams. "
+            "The host prepares the next step meanwhile; where it takes longer, the step does."
+        )
     if any(row["rows"] != row["batch"] for row in rows):
         lines.append("In brackets: as many rows as fit, fewer than were asked for.")
     if any(row["steps_with_rows_missing"] for row in rows):

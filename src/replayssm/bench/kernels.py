@@ -256,7 +256,7 @@ def measure(
         low, *_, high = quantiles(windows, n=5)
         layers, (H, _, V, K) = len(ours.cache.layers), ours.geometry
         layer = plan.Layer(ours.recurrence.name, ours.geometry, 4)
-        moved = rows * plan.replayed_bytes(layer, fmt, of.window, of.tokens, of.accepted).total
+        moved = rows * plan.replayed_bytes(layer, fmt, of.window, of.tokens, of.accepted, rows).total
         held, state = ours.cache.nbytes, H * V * K * getattr(torch, best["state"]).itemsize
         row = {
             "bench": "decode",

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from replayssm import kernels, plan, read_kernel, recurrences
+from replayssm import kernels, launch_choices, plan, read_kernel, recurrences
 from replayssm.bench import append_rows, launches
 from replayssm.bench import kernels as kernels_bench
 from replayssm.bench.kernels import (
@@ -38,7 +38,6 @@ from replayssm.bench.kernels import (
 )
 from replayssm.catalogue import ACTIVATION
 from replayssm.compare import provenance
-from replayssm.ring import in_one_launch
 
 
 class _Left:
@@ -98,8 +97,10 @@ def main(
     """The parts of a layer's step on a GPU: times, bytes, share of the read ceiling."""
     steps, started = Steps(window, tokens, accepted), time.monotonic()
     cells = cells_of(case, batch, formats)
-    for name, rows, _ in cells:
-        if in_one_launch(rows, CASES[name][1].H):
+    for name, rows, fmt in cells:
+        kind, geometry = CASES[name]
+        chosen = launch_choices.launch(recurrences.get(kind), geometry, fmt, rows, tokens, window)
+        if chosen.together or chosen.at_once:
             raise typer.BadParameter(f"--batch must be larger: {rows} rows of {name} are one launch, without parts.")
     if only_compile:
         for cell in kernels_bench.share(cells, only_compile):

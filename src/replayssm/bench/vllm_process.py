@@ -26,11 +26,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
+from unittest import mock
 
 MODES = ("stock", "replay", "vllm-replay")
 TEXT_TOKENS = 512  # of a text prompt; longer ones lose their beginning
@@ -386,12 +388,15 @@ def _steady(llm: Any, job: Job, batch: int, room: int) -> dict[str, Any]:
         raise RuntimeError(f"not one request of {llm.model_config.max_model_len} tokens fits.")
     asked = prompts(llm, job.texts, rows)
     _admit(engine, asked, _greedy(new_tokens(job)), -(-rows // job.window))
-    ends, past, runs, seconds = set() if job.dummy else _ends(llm), set[str](), [], []
+    ends, past = set() if job.dummy else _ends(llm), set[str]()
+    runs, seconds, graphs = [], [], []
     _run(engine, 2 * job.window, ends, past)  # kernels of flushes are compiled at their first
     for _ in range(job.repeats):
-        begun = time.perf_counter()
-        runs.append(_run(engine, job.steps, ends, past))
-        seconds.append(time.perf_counter() - begun)
+        with _timed_graphs() as events:
+            begun = time.perf_counter()
+            runs.append(_run(engine, job.steps, ends, past))
+            seconds.append(time.perf_counter() - begun)
+        graphs.append(_elapsed(events))
     engine.abort_request([str(i) for i in range(rows)])
     for _ in range(4):  # what was queued
         engine.step()
@@ -400,11 +405,38 @@ def _steady(llm: Any, job: Job, batch: int, room: int) -> dict[str, Any]:
         "rows": rows,
         "steps": job.steps,
         "seconds": seconds,
+        "graph_seconds": graphs,
         "tokens": [sum(tokens for _, tokens in run) for run in runs],
         "steps_with_rows_missing": sum(had < rows for run in runs for had, _ in run),
         "rows_past_their_end": None if job.dummy else len(past) / rows,
         "prompt_tokens": mean(map(len, asked)),
     }
+
+
+@contextmanager
+def _timed_graphs() -> Iterator[list[Any]]:
+    """Pairs of events around every CUDA graph that this process replays inside."""
+    import torch
+
+    own, events = torch.cuda.CUDAGraph.replay, list[Any]()
+
+    def replay(graph: Any) -> None:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        own(graph)
+        after.record()
+        events.append((before, after))
+
+    with mock.patch.object(torch.cuda.CUDAGraph, "replay", replay):
+        yield events
+
+
+def _elapsed(events: list[Any]) -> float | None:
+    """Seconds that the GPU was between events, all pairs together; None where there are none."""
+    if not events:
+        return None
+    events[-1][1].synchronize()
+    return sum(before.elapsed_time(after) for before, after in events) / 1e3
 
 
 def _greedy(most: int, **more: Any) -> Any:

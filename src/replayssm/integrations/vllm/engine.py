@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,9 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend, Mamba2AttentionMetadataBuilder
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager, register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 from vllm.version import __version__
 
 from replayssm import ConvGeometry, Geometry, page_bytes
@@ -234,6 +236,42 @@ def _order(name: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", name)))
 
 
+# ---- pages ----
+
+
+class ReplayManager(MambaManager):
+    """vLLM's manager of states, without looking for what cannot be: a request has one block from its first step on.
+
+    The scheduler asks the manager of every group of layers three times for every row. A hybrid model has several groups
+    (Nemotron-3-Nano-4B seven), and with hundreds of rows that takes as long as the GPU's step. Answers are the same.
+    """
+
+    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *arguments: Any, **options: Any) -> int:
+        if num_tokens <= self.block_size and self.req_to_blocks.get(request_id):
+            return 0
+        return super().get_num_blocks_to_allocate(request_id, num_tokens, *arguments, **options)
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[Any]:
+        if num_tokens <= self.block_size and self.req_to_blocks.get(request_id):
+            return []
+        return super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        if processed_computed_tokens > self.block_size:
+            super().remove_skipped_blocks(request_id, processed_computed_tokens, num_prompt_tokens)
+
+
+register_all_kvcache_specs(None)  # vLLM's own, which it would take for registered once ours is there
+
+
+@register_kv_cache_spec(manager_class=ReplayManager, uniform_type_base_spec=MambaSpec)
+@dataclass(frozen=True, kw_only=True)
+class ReplaySpec(MambaSpec):
+    """A page of ours: a checkpoint with its ring, one per request."""
+
+
 class Mamba2Builder(_Builder, Mamba2AttentionMetadataBuilder):
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> None:
@@ -316,9 +354,12 @@ class _Layer(MambaBase):
         spec = super().get_kv_cache_spec(vllm_config)
         if self.replay is None or not isinstance(spec, MambaSpec):
             return spec
-        return replace(
-            spec, shapes=((self.replay.page_bytes,),), dtypes=(torch.int8,), num_speculative_blocks=0,
-            num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None,
+        return ReplaySpec(
+            **{field.name: getattr(spec, field.name) for field in fields(spec)}
+            | {
+                "shapes": ((self.replay.page_bytes,),), "dtypes": (torch.int8,), "num_speculative_blocks": 0,
+                "num_prefill_checkpoint_blocks": 0, "prefill_checkpoint_alignment": None,
+            }
         )  # fmt: skip
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
