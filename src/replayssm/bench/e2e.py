@@ -427,7 +427,7 @@ def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     )
     if any(row["graph_ms"] for row in rows):
         lines.append(
-            "graphs: what the GPU takes for a step's CUDA graphs, that is all but logits, sampling and drafts by n-grams. "
+            "graphs: what the GPU takes for a step's CUDA graphs, all but logits, sampling and drafts by n-grams. "
             "The host prepares the next step meanwhile; where it takes longer, the step does."
         )
     if any(row["rows"] != row["batch"] for row in rows):
