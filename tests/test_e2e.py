@@ -58,7 +58,8 @@ if job["task"] == "decode":
         tokens = job["steps"] * rows * (2 if drafts else 1)
         made["rows"].append(dict(
             batch=batch, rows=rows, steps=job["steps"], seconds=[3 * taken, taken, taken], tokens=[tokens] * 3,
-            graph_seconds=[taken / 2] * 3, steps_with_rows_missing=0, rows_past_their_end=None if job["dummy"] else 0.25, prompt_tokens=40.0,
+            graph_seconds=[taken / 2] * 3, steps_with_rows_missing=0,
+            rows_past_their_end=None if job["dummy"] else 0.25, prompt_tokens=40.0,
         ))
 else:
     off = dict(fp8=0.5, fp16=0.1, fp32=1e-3).get(job["format"], 0.0) if not stock else 0.0

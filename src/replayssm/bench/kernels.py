@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from replayssm import ConvGeometry, Geometry, ReplayCache, decode_layer, plan, recurrences
+from replayssm import ConvGeometry, Geometry, ReplayCache, decode_layer, launch_choices, plan, recurrences
 from replayssm import formats as storage
 from replayssm.bench import append_rows, baselines, replay
 from replayssm.compare import provenance
