@@ -83,3 +83,14 @@ def test_parts_need_launches_of_their_own() -> None:
     """One launch has no parts: refused before anything is measured."""
     done = CliRunner().invoke(app, ["parts", "--case", "mamba2-h64", "--batch", "1"])
     assert done.exit_code == 2 and "one launch" in done.output
+
+
+def test_a_check_knows_of_steps_that_read_what_they_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few rows tokens read the checkpoint and no copy: outputs are those of fp32, within an eighth of the copy's."""
+    pytest.importorskip("triton")
+    monkeypatch.setitem(kernels.CASES, "small", ("gdn", Geometry(4, 2, 16, 16)))
+    small = {"of": kernels.Steps(window=2), "device": "cpu", "dtype": torch.float32, "steps": 5}
+    copied = kernels.check("small", 2, "fp32+fp8", **small)
+    monkeypatch.setattr("replayssm.launch_choices.updates_at_once", lambda *case: True)
+    exact = kernels.check("small", 2, "fp32+fp8", **small)
+    assert 8 * exact["y"] < copied["y"] and exact["y_torch"] < 1e-5

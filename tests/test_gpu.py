@@ -329,7 +329,7 @@ def test_one_captured_step_serves_every_step(name: str, rows: int, T: int, gener
         ours.commit(step, counts)
         return y
 
-    outputs = []
+    outputs, at_once = [], ours.begin(slots, lengths, tokens=T).at_once
     graph = captured(lambda: outputs.append(run()))  # with padding rows only: nothing changes
     for i in range(36):
         live = 1 + i * 7 % rows  # the batch shrinks and grows
@@ -350,7 +350,8 @@ def test_one_captured_step_serves_every_step(name: str, rows: int, T: int, gener
         check_outputs(outputs[-1], expected, new)
     everyone = torch.arange(count)
     assert relative(ours.materialize(0, everyone.cuda()), exact.materialize(0, everyone)) < 2e-6
-    assert ours.num_committed.tolist() == exact.num_committed.tolist()
+    if not at_once:  # else records are folded sooner
+        assert ours.num_committed.tolist() == exact.num_committed.tolist()
 
 
 @pytest.mark.parametrize("name", recurrences.names())
