@@ -193,8 +193,15 @@ class Engine:
         self.pool.after_prefill(layer, torch.cat([node.low for node in now]), window)
 
 
-@pytest.mark.parametrize("name, drafts", [("mamba2", 0), ("gdn", 3), ("kda", 2)])
-def test_a_groups_life_in_an_engines_pages(name: str, drafts: int, generator: torch.Generator) -> None:
+@pytest.mark.parametrize(
+    "name, drafts, at_once",
+    [("mamba2", 0, 0), ("gdn", 3, 0), ("kda", 2, 0), ("mamba2", 0, 2), ("gdn", 0, 2), ("kda", 0, 3)],
+)
+def test_a_groups_life_in_an_engines_pages(
+    name: str, drafts: int, at_once: int, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    """Steps of up to `at_once` rows update checkpoints at once, between others that do not."""
+    monkeypatch.setattr("replayssm.launch_choices.updates_at_once", lambda rows, *case: rows <= at_once)
     life = Engine(name, drafts, generator)
     life.step({1: 5, 4: 1}, begin={1, 4})  # a prefill, and a prompt of one token
     life.step({4: 1, 1: 7})  # the prompt's next piece beside a decode
